@@ -32,7 +32,7 @@ prepare(dict[str, _Value])
 
 
 def encode_values(values: Mapping[str, object]) -> bytes:
-    """Encode the values for a check. Raise ConfigError for values that msgpack cannot encode, or for too many bytes."""
+    """Encode the values for a check. Raise ConfigError if msgpack cannot encode a value, or for too many bytes."""
     encoded = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -44,16 +44,16 @@ def encode_values(values: Mapping[str, object]) -> bytes:
     try:
         raw = msgspec.msgpack.encode(encoded)
     except (TypeError, ValueError, OverflowError) as error:
-        hint = "give tensors, numbers, texts, lists and dicts"
-        raise ConfigError(f"cannot send a value for the check: {error}", hint=hint) from error
+        hint = "pass only tensors, numbers, strings, lists and dicts"
+        raise ConfigError(f"cannot encode a value for the check: {error}", hint=hint) from error
     if len(raw) > MAX_CHECK_BYTES:
-        hint = "give fewer tokens"
-        raise ConfigError(f"the values for the check have {len(raw)} bytes, above {MAX_CHECK_BYTES}", hint=hint)
+        hint = "pass fewer tokens"
+        raise ConfigError(f"the values for the check have {len(raw)} bytes, more than {MAX_CHECK_BYTES}", hint=hint)
     return raw
 
 
 def decode_values(raw: bytes) -> dict[str, Any]:
-    """Decode the values for a check. Raise FormatError for malformed bytes."""
+    """Decode the values for a check. Raise FormatError if the bytes are malformed."""
     if not raw:
         return {}
     try:
@@ -66,14 +66,14 @@ def decode_values(raw: bytes) -> dict[str, Any]:
 def _decoded(value: _Value) -> Any:
     if not value.dtype:
         return value.plain
-    # Copy the bytes, because torch must not write to a message.
+    # Copy the bytes, because torch must not write to the received message.
     data = bytearray(value.data)
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(torch_dtype(DType(value.dtype))).reshape(value.shape)
 
 
 class _CopiedTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name. Each access returns a new copy."""
+    """Tensors by name. Each access returns a new copy of a tensor."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -93,7 +93,7 @@ class _CopiedTensors(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedVersion:
-    """The weights of a staged version. They are valid while the check runs."""
+    """The weights of a staged version, which are valid while the check runs."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
@@ -111,18 +111,18 @@ class StagedVersion:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass with the staged weights, and return its result.
 
-        The live weights do not change. The forward pass may write to buffers, which are copies. A write to a parameter
-        makes the check fail. No other thread may use the module during the call.
+        The live weights do not change. The forward pass may write to buffers, because it uses copies of them. If it
+        writes to a parameter, the check fails. No other thread may use the module during the call.
 
         Raises:
             PlanError: the target is not a module, or some of its parameters are `unknown`.
         """
         if self.model is None:
-            raise PlanError("the target is a dict of tensors, which has no forward pass", hint="use `tensors`")
+            raise PlanError("the target is a dict of tensors, which has no forward pass", hint="read `tensors` instead")
         if self.unknown:
             some = ", ".join(sorted(self.unknown)[:5])
-            raise PlanError(f"{len(self.unknown)} parameters are filled by the model's loader: {some}")
-        # Both names of a tied tensor must refer to the same object.
+            raise PlanError(f"{len(self.unknown)} parameters are not filled before the version goes live: {some}")
+        # All names of a tied tensor must refer to the same object.
         made: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():
@@ -141,7 +141,7 @@ Returns None, True or "" to accept it."""
 
 
 def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
-    """Run a check. Return the reason to refuse the version, or an empty string, and the error that caused it."""
+    """Run a check. Return the reason to refuse the version, or an empty string, and the check's error."""
     try:
         result = check(staged.version, staged)
     except Exception as error:  # noqa: BLE001 - any error in the user's code refuses the version
@@ -159,7 +159,7 @@ def staged_version(
     expected: bytes,
     model: torch.nn.Module | None,
 ) -> StagedVersion:
-    """Return a staged version for a check. `live` and `copy` are the regions of the target and of its staging copy."""
+    """Return a staged version's weights for a check. `live` and `copy` are the target's and its copy's regions."""
     tensors, unknown = requirements.in_copy(lambda tensor: _moved(tensor, live, copy))
     return StagedVersion(
         version=version,

@@ -1,15 +1,15 @@
-"""The rules of a two-phase commit, by which a fleet commits a version together.
+"""The rules of a two-phase commit, with which all subscribers of a fleet commit a version or none does.
 
-They use no clocks, messages or threads.
+The code of the rules uses no clocks, messages or threads.
 
 1. Subscribers stage a version, check it, and report prepared, failed or refused.
-2. Rank 0 of the publishers is the coordinator. It reaches a verdict (`Ballot.decide`), at the deadline at the latest.
-3. The hub records a commit before the coordinator reports it to a subscriber. The first proposal for a version wins.
+2. Rank 0 of the publishers is the coordinator. Its verdict (`Ballot.decide`) follows at the deadline at the latest.
+3. The hub records a commit before the coordinator reports it to a subscriber. Only the first proposal counts.
 4. A subscriber goes live only after the coordinator or the hub reported `committed`.
 5. If the coordinator is gone or silent, a subscriber proposes a withdrawal to the hub, which returns the recorded
    decision. A subscriber without a decision keeps its version.
 
-A commit cannot be undone after step 3, and no subscriber goes live before step 3. Therefore all make the same choice.
+A commit cannot be undone after step 3, and no subscriber goes live earlier. So all subscribers make the same choice.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Verdict:
     """The coordinator's decision before the hub records it."""
 
     is_commit: bool
-    by: str = ""  # the subscriber that refused the version
+    by: str = ""  # id of the subscriber that refused the version
     why: str = ""
     prepared: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def decision(self, epoch: str, version: int) -> FleetDecision:
-        """Return the verdict in the form that the hub records."""
+        """Return the verdict as a decision that the hub can record."""
         outcome: Literal["committed", "withdrawn"] = "committed" if self.is_commit else "withdrawn"
         return FleetDecision(epoch=epoch, version=version, outcome=outcome, by=self.by, why=self.why[:MAX_REASON_CHARS])
 
@@ -149,7 +149,7 @@ Question = Literal["coordinator", "hub"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionReply:
-    """A process's reply to a question, or its silence."""
+    """A process's reply to a question, or the fact that it did not reply."""
 
     at: float
     decision: FleetDecision | None = None
@@ -159,7 +159,7 @@ class DecisionReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undecided:
-    """The end of a wait without a decision."""
+    """The result of a wait that ended without a decision."""
 
     is_past: bool
 
@@ -177,7 +177,7 @@ def learn(
             last_reply = reply.at
             if reply.at - begun <= limit_s:
                 continue
-        # A silent coordinator may be about to commit.
+        # Keep asking, because a silent coordinator may be about to commit.
         elif reply.kind == "silent" and reply.at - last_reply <= stall_s:
             continue
         reply = yield "hub"

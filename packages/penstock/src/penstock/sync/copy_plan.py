@@ -1,4 +1,4 @@
-"""Prepared copies between memories with the same layout, and the staging copy that a flip makes live.
+"""Prepare copies between memories with the same layout, and hold the staging copy that a flip makes live.
 
 The copy engine copies long runs. One kernel per region, or numpy on the host, copies all short runs.
 """
@@ -34,7 +34,7 @@ benchmarks/results/h200x2_202611/transport.md."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """The copies within one region. Source and destination have the same offsets."""
+    """The copies within one region. Offsets are the same in source and destination."""
 
     dst: Memory
     src: Memory
@@ -48,7 +48,7 @@ class _Region:
     def queue(self) -> None:
         driver, device = load_driver(), torch.device(self.device)
         at = self.long.dst.astype(np.uint64)
-        # One driver call copies all long runs, because a Python call takes longer than a copy.
+        # Copy all long runs with one driver call, because a Python call takes longer than a copy.
         stream = torch.cuda.current_stream(device).cuda_stream
         to, of = np.uint64(self.dst.address), np.uint64(self.src.address)
         driver.copy(at + to, at + of, self.long.nbytes.astype(np.uint64), stream)
@@ -70,7 +70,7 @@ def _strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Byte
 
 
 class MemoryCopy:
-    """A repeatable copy between memories of equal sizes. Each pair of regions is on one device, or one is pinned."""
+    """A repeatable copy between memories of equal sizes. The regions of a pair are on one device, or one is pinned."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MemoryCopy:
             )
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:
-            # `locate` cannot find an empty strip.
+            # Leave out empty strips, which `locate` cannot find.
             at = np.flatnonzero(sizes)
             size = np.array(sizes, np.int64)[at]
             strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
@@ -99,7 +99,7 @@ class MemoryCopy:
     def run(
         self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
     ) -> float:
-        """Copy after the current streams' work, and return the seconds. Raise DestinationError if a device fails."""
+        """Copy after the work on the current streams. Return the seconds. Raise DestinationError if a device fails."""
         begun = time.perf_counter()
         events = self.queue()
         meanwhile()
@@ -107,7 +107,7 @@ class MemoryCopy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies after the work on each device's current stream, and return an event after each region."""
+        """Queue the copies after the work on each device's current stream. Return an event after each region."""
         events = []
         for name, stream in self._streams.items():
             # Without this wait the copies could read weights that an optimizer step is still writing.
@@ -133,7 +133,7 @@ def streams_of(memories: Iterable[Memory]) -> dict[str, torch.cuda.Stream]:
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
     packed = strips.is_packed()
-    # Neighbouring tensors are adjacent and become one run of many MiB.
+    # Adjacent tensors are merged into one run of many MiB.
     whole, gapped = strips[packed], strips[~packed]
     at = whole.at - first
     joined = Segments(src=at, dst=at, nbytes=whole.nbytes).joined()
@@ -182,7 +182,7 @@ REST_SHARE = 0.25
 
 
 def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
-    """Return second addresses of the same memory, or None if some memory, such as host memory, cannot be exchanged."""
+    """Return additional addresses of the memory, or None if some memory, such as host memory, cannot be exchanged."""
     found = [memory_of(memory.address) for memory in memories]
     # A flip exchanges the whole allocation at an address, so the region must cover all of it.
     if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
@@ -192,9 +192,9 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
 
 
 class StagingCopy(Closeable):
-    """A second memory for a target's regions, with the same sizes on the same devices.
+    """Second memory for a target's regions, with the same sizes on the same devices.
 
-    A flip copies the version, or exchanges the physical memory if `served` registers remappable memory (`aliases_of`).
+    A flip copies a version, or exchanges physical memory if `served` registers remappable memory (`aliases_of`).
     """
 
     def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:
@@ -207,9 +207,9 @@ class StagingCopy(Closeable):
         self._rest: tuple[str, Strips | None] = ("", None)
 
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
-        """Make the strips filled by the part live, while no process uses the live memory.
+        """Make the strips that a part fills live. No process may use the live memory during the call.
 
-        Return whether the memory was exchanged. A DestinationError has `mutated` if two versions are mixed.
+        Return whether memory was exchanged. A DestinationError with `mutated` means that the target mixes two versions.
         """
         rest = None
         if self._served is not None:
@@ -218,7 +218,7 @@ class StagingCopy(Closeable):
                 self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
             rest = self._rest[1]
         if rest is None:
-            # The unfilled bytes of a region belong to the engine, which may have changed them.
+            # Copy only filled strips. The engine may have changed the other bytes of a region.
             self._copy(part, self._live, self.regions.memories, received(part)).run(stall_s=stall_s)
             return False
         if len(rest):
@@ -227,7 +227,7 @@ class StagingCopy(Closeable):
         return True
 
     def _copy(self, part: ReceiverPlan, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> MemoryCopy:
-        # A flip by exchange changes the addresses.
+        # A flip by exchange changes the addresses, so they belong to the key.
         key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
@@ -271,7 +271,7 @@ def _map_memory(live: Memory, other: Memory) -> None:
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
-    """Return the unfilled strips within the regions that start at `first`, or None if there are too many to copy."""
+    """Return the unfilled strips in the regions that start at `first`, or None if there are too many to copy."""
     whole = filled.is_packed()
     gapped = filled[~whole]
     if int(gapped.num_rows.sum()) > MAX_RUNS:

@@ -1,7 +1,7 @@
 """Digests of strips in a rank's memory, computed again for every version.
 
-For a snapshot in host memory the device computes the digests during the copy (`PrecomputedDigests`), because a host
-core digests 7 GB/s and the copy runs at 55 GB/s.
+For a snapshot in host memory, the device computes the digests during the copy (`PrecomputedDigests`). The copy runs at
+55 GB/s, but a host core digests only 7 GB/s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LEAVES = 1 << 20
 
 
 class Digester:
-    """Computes digests of strips on one device or on the host. Without a `stream` it creates one."""
+    """Computes digests of strips on one device or on the host. Creates a stream unless `stream` is passed."""
 
     def __init__(self, device: str, stream: torch.cuda.Stream | None = None) -> None:
         self._device = torch.device(device)
@@ -37,13 +37,13 @@ class Digester:
         self._tables: OrderedDict[bytes, StripTable] = OrderedDict()
         self._num_leaves = 0
         self._scratch: torch.Tensor | None = None
-        # Kernels of reads occupy multiprocessors while they wait for the link, so digests need a higher priority.
+        # Kernels that read from peers occupy multiprocessors while they wait, so give digests a higher priority.
         self._stream = _new_stream(device) if stream is None and self._device.type == "cuda" else stream
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
         """Return the digest of each strip, whose offsets the caller has checked.
 
-        On a device, strips may also lie in other memory of the same device, which is read after the events in `after`.
+        On a device, strips may also be in other memory on that device. Bytes are read after the events in `after`.
         """
         if self._stream is None:
             return strip_digests(memory_at(memory.address, memory.nbytes), strips)
@@ -72,14 +72,14 @@ class Digester:
         self._stream.synchronize()
 
     def _table(self, memory: Memory, strips: Strips) -> StripTable:
-        # The key is the content, because each request decodes its strips into new arrays.
+        # Use the content as key, because each request decodes its strips into new arrays.
         key = blake3(memory.address.to_bytes(8, "little"))
         for column in strips.columns:
             key.update(np.ascontiguousarray(column).view(np.uint8).data)
         name = key.digest()
         table = self._tables.get(name)
         if table is None:
-            # One scratch buffer suffices, because all digests of a device run in order on one stream.
+            # One scratch buffer is enough, because all digests on a device run in order on one stream.
             if self._scratch is None and not strips.is_packed().all():
                 self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
             scratch = torch.empty(0, device=self._device) if self._scratch is None else self._scratch
@@ -113,9 +113,9 @@ def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
 
 
 def digests_of(memories: Sequence[Memory]) -> U64:
-    """Return one digest per memory. Raise DeviceOutOfMemory if a device lacks 64 MiB plus 0.02 % for tables."""
+    """Return one digest per memory. Raise DeviceOutOfMemory without space for tables (64 MiB plus 0.02 %)."""
     out = np.empty(len(memories), np.uint64)
-    # A table per device is fast. With a table for each of 300 parameters, most of the time was spent in Python.
+    # Use one table per device. With a table for each of 300 parameters, Python took most of the time.
     for device in {memory.device for memory in memories}:
         digester = Digester(device, _stream_of_wholes(device))
         mine = np.flatnonzero([memory.device == device for memory in memories])
@@ -140,7 +140,7 @@ def digests_of(memories: Sequence[Memory]) -> U64:
 
 
 class PrecomputedDigests:
-    """Digests for a copy of `live` in host memory, most of which the device computes before the copy is made."""
+    """Digests for a copy of `live` in host memory. The device computes most of them before the copy is made."""
 
     def __init__(self, live: Memory, digester: Digester) -> None:
         self._live = live
@@ -175,7 +175,7 @@ class PrecomputedDigests:
         self._digester.warm_up()
 
     def digests(self, memory: Memory, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """See `Digester.digests`. The host digests strips that were not requested before."""
+        """See `Digester.digests`. The host computes the digests of strips that were not requested before."""
         names = [row.tobytes() for row in np.stack(strips.columns, axis=1)]
         with self._lock:
             self._requested.update(names)

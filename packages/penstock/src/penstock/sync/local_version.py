@@ -1,6 +1,6 @@
-"""The memory that one rank serves: its registrations, its layout, its version, and the rows that are ready.
+"""The memory that one rank serves: the registrations, the layout, the version, and the ready rows.
 
-The owner calls `fence` before bytes change, then `begin`, and `ready` for filled rows. A reader requests a map and
+The owner calls `fence` before bytes change, then `begin`, and then `ready` for filled rows. A reader requests a map and
 digests, and then reads. If the generation is unchanged afterwards, the bytes belong to the map's version.
 """
 
@@ -32,7 +32,7 @@ from penstock.types import I64, U64
 
 
 class VersionRegions(Closeable):
-    """Registered memory, with one range of offsets over all regions. Raise ConfigError if no transport reaches it."""
+    """Registered memory whose offsets continue over all regions. Raise ConfigError if no transport reaches it."""
 
     def __init__(
         self, memories: Sequence[Memory], links: PeerLinks, *, precomputed: Sequence[PrecomputedDigests] = ()
@@ -44,7 +44,7 @@ class VersionRegions(Closeable):
         of_device = digesters_of(self.memories)
         others = (of_device[memory.device] for memory in self.memories[len(precomputed) :])
         self._digesters: tuple[Digester | PrecomputedDigests, ...] = (*precomputed, *others)
-        # Registrations that peers read, and handles to read into, by region and transport.
+        # Registrations for reads by peers, and handles for reads into the regions, by region and transport.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         try:
@@ -52,7 +52,7 @@ class VersionRegions(Closeable):
                 self._handles.append(links.register(memory))
                 self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
         except BaseException:
-            # A remaining registration would keep the memory alive and readable.
+            # Close all registrations, because a remaining one would keep the memory alive and readable.
             self.close()
             raise
 
@@ -75,13 +75,13 @@ class VersionRegions(Closeable):
         return tuple({name: encode(handle.descriptor) for name, handle in handles.items()} for handles in self._handles)
 
     def fence(self) -> None:
-        """Make every descriptor of the regions stale. Call it before a byte changes."""
+        """Make every descriptor of the regions stale. Call this before any byte changes."""
         for handles in self._handles:
             for handle in handles.values():
                 handle.fence()
 
     def exchange(self, other: VersionRegions) -> None:
-        """Exchange memory and registrations with fenced regions of the same sizes that no transfer uses."""
+        """Exchange memory and registrations with `other`, which is fenced, has the same sizes and is in no transfer."""
         # Use one assignment, so that an interrupt cannot separate a memory from its registrations.
         (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
             (other.memories, other._handles, other._into),
@@ -89,12 +89,12 @@ class VersionRegions(Closeable):
         )
 
     def warm_up(self) -> None:
-        """Load the kernels for the digests, so that the first digest does not wait for them."""
+        """Load the kernels for digests, so that the first digest does not wait for the kernels."""
         for digester in dict.fromkeys(self._digesters):
             digester.warm_up()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digests of strips after the events in `after`. Raise StaleDescriptor if memory was moved."""
+        """Return the digests of strips, read after the events in `after`. Raise StaleDescriptor if memory was moved."""
         strips.check(self.nbytes)
         region = locate(self.first, strips.at, strips.stop)
         self.require_there(np.unique(region).tolist())
@@ -108,13 +108,13 @@ class VersionRegions(Closeable):
         return out
 
     def require_there(self, regions: Iterable[int]) -> None:
-        """Raise StaleDescriptor if the owner moved or freed the memory of a region, which is then unreadable."""
+        """Raise StaleDescriptor if the owner moved or freed the memory of a region."""
         if not all(self.memories[i].is_there() for i in regions):
             hint = "publish or update again, which registers the new memory"
             raise StaleDescriptor("the owner moved or freed the memory", hint=hint)
 
     def _by_device(self, regions: Sequence[int]) -> list[list[int]]:
-        # Each call waits for the device, and with FP8 weights every step has values and scales in two regions.
+        # Use one call per device, because each call waits for it. With FP8 weights, every step spans two regions.
         of_device: dict[str, list[int]] = {}
         for i in regions:
             on_device = self.memories[i].device != "cpu" and isinstance(self._digesters[i], Digester)
@@ -132,7 +132,7 @@ class VersionRegions(Closeable):
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
     """Return the region that contains each span of bytes. Raise PlanError if a span is not inside one region."""
-    # "right" skips empty regions, whose end equals their start.
+    # With "right", the search skips empty regions, whose end equals their start.
     region: I64 = np.searchsorted(first[1:], start, side="right")
     wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
     if wrong.any():
@@ -141,7 +141,7 @@ def locate(first: I64, start: I64, stop: I64) -> I64:
     return region
 
 
-# `settle` runs inside `publish`, so a longer sleep would delay all receivers.
+# Seconds between two checks in `settle`, which runs inside `publish`. A longer sleep would delay all receivers.
 _NAP_S = 0.0002
 
 MAX_METADATA_KEYS = 16
@@ -151,13 +151,13 @@ each of 1,000 modules takes 40 KiB."""
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise ConfigError unless these texts are valid metadata for a version."""
+    """Raise ConfigError unless these strings are valid metadata for a version."""
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise ConfigError(f"metadata of a version must map str to str, but {key!r} has type {type(text).__name__}")
         if len(key) > MAX_METADATA_CHARS or len(text) > MAX_METADATA_CHARS:
-            hint = f"give at most {MAX_METADATA_CHARS} characters, or publish a tensor instead"
-            raise ConfigError(f"metadata {key[:64]!r} of a version has {len(text)} characters", hint=hint)
+            hint = f"pass at most {MAX_METADATA_CHARS} characters, or publish a tensor instead"
+            raise ConfigError(f"metadata {key[:64]!r} of a version is too long", hint=hint)
     if len(metadata) > MAX_METADATA_KEYS:
         raise ConfigError(f"a version can have at most {MAX_METADATA_KEYS} metadata entries, not {len(metadata)}")
 
@@ -185,9 +185,9 @@ class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of bytes in short runs that one request packs (`LocalVersion.pack`). 0 means no packing."""
 
     def __post_init__(self) -> None:
-        # Readers use a region's number as an index into `sizes`, and the map comes from another process.
+        # Check a map from another process, because readers use a region's number as an index into `sizes`.
         if len(self.regions) != len(self.sizes):
-            raise ValueError(f"{len(self.regions)} regions have {len(self.sizes)} sizes")
+            raise ValueError(f"the map has {len(self.regions)} regions, but {len(self.sizes)} sizes")
 
 
 prepare(VersionMap)
@@ -224,7 +224,7 @@ class LocalVersion:
         self.packer = Packer(links, pack_bytes) if pack_bytes else None
         self.version: int | None = None
         self.metadata: Mapping[str, str] = {}
-        # After a fence the same version may begin again, and a read across the fence is invalid.
+        # Counts fences. The same version may begin again after a fence, but a read across the fence is invalid.
         self.generation = 0
         self.changed = threading.Condition()
         self._rows = _RowSpans(layout)
@@ -240,10 +240,10 @@ class LocalVersion:
         return int(self._is_ready.sum())
 
     def fence(self) -> None:
-        """Make every map stale. There is no version until `begin`. Call it before a byte changes."""
+        """Make every map stale, and end the version. Call this before any byte changes."""
         with self.changed:
             self._check_open()
-            # Fence the descriptors first, because a transport checks the generation after the bytes arrived.
+            # Fence the descriptors first, because a transport checks the generation after the bytes have arrived.
             self.regions.fence()
             if self.packer is not None:
                 self.packer.fence()
@@ -251,11 +251,11 @@ class LocalVersion:
             self.version = None
             self._is_ready[:] = False
             self._events.clear()
-            # Waiting threads must raise StaleDescriptor now and not at their deadline.
+            # Wake waiting threads, so that they raise StaleDescriptor now and not at their deadline.
             self._wake_all()
 
     def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
-        """Begin a version without ready rows. Raise PlanError if the memory has a version that was not fenced."""
+        """Begin a version without ready rows. Raise PlanError unless the previous version was fenced."""
         with self.changed:
             self._check_open()
             if self.version is not None:
@@ -269,7 +269,7 @@ class LocalVersion:
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
         """Let readers read these filled rows. None means all rows.
 
-        Without `is_written`, readers wait for the kernels queued on the current stream.
+        Unless `is_written` is set, readers wait for the kernels queued on the current stream.
         """
         with self.changed:
             self._check_open()
@@ -277,7 +277,7 @@ class LocalVersion:
                 raise PlanError("cannot mark rows as ready, because no version was begun", hint="call begin() first")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
             if not is_written:
-                # Digests wait for these events, so the trainer does not stall. Drop finished events to bound the list.
+                # Digests wait for these events, so the trainer need not wait. Drop finished events to bound the list.
                 self._events = [pending for pending in self._events if not pending.query()]
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
@@ -295,11 +295,11 @@ class LocalVersion:
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
-        # With a running sum, one subtraction shows whether a span contains a row that is not ready.
+        # With prefix sums, one subtraction shows whether a span contains a row that is not ready.
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
-        """Return the map with which peers read this generation. Raise StaleDescriptor while there is no version."""
+        """Return the map with which peers read this generation. Raise StaleDescriptor if there is no version."""
         with self.changed:
             self._check_open()
             if self.version is None:
@@ -317,24 +317,24 @@ class LocalVersion:
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
-        """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds."""
+        """Return the digest of each strip when all rows in the strips are ready, or None after `wait_s` seconds."""
         strips.check(self.regions.nbytes)
         events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
         if events is None:
             return Answer(digests=None, num_ready=self.num_ready)
         num_ready = self.num_ready
-        # Digest without the lock, because a fence must not wait. After a fence the check below fails.
+        # Do not hold the lock, because a fence must not wait for digests. After a fence, the check below fails.
         digests = self.regions.digests(strips, after=events)
         with self.changed:
             self._check(version, generation)
         return Answer(digests=digests, num_ready=num_ready)
 
     def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
-        """Pack strips of one region into a buffer when their rows are ready, and let the caller read the buffer."""
+        """Pack strips from one region into a buffer when their rows are ready, and let the caller read the buffer."""
         strips.check(self.regions.nbytes)
         packer = self.packer
         region = np.unique(locate(self.regions.first, strips.at, strips.stop))
-        # Sum Python integers, because a sum of hostile lengths could overflow.
+        # Sum Python integers, because the sum of hostile lengths could overflow int64.
         if packer is None or len(region) != 1 or sum(strips.nbytes.tolist()) > packer.buffer_bytes:
             limit = 0 if packer is None else packer.buffer_bytes
             raise PlanError(f"cannot pack {len(strips)} strips from {len(region)} regions into {limit} bytes")
@@ -353,7 +353,7 @@ class LocalVersion:
         try:
             packer.fill(buffer, memory, strips.shifted(-self.regions.first[region[0]]), events)
             with self.changed:
-                # Check and grant under one lock, so that a fence finds either no lease or a lease that it ends.
+                # Check and grant under one lock, so that no lease is granted after a fence has ended all leases.
                 self._check(version, generation)
                 regions, lease = packer.grant(buffer)
         except (DeviceOutOfMemory, DestinationError) as error:
@@ -365,7 +365,7 @@ class LocalVersion:
         return PackReply(regions=regions, lease=lease, progress=self._progress(packer))
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend some leases of buffers, and end others. See `Packer.hold`."""
+        """Extend the leases in `keep`, and end the leases in `release`. See `Packer.hold`."""
         if self.packer is not None:
             self.packer.hold(keep, release)
 
@@ -411,7 +411,7 @@ class LocalVersion:
             raise StaleDescriptor("this rank stopped serving its memory", uri=self.layout.member)
 
     def close(self) -> None:
-        """Close the registrations. The memory stays with its owner. Idempotent."""
+        """Close the registrations without freeing the memory, which belongs to its owner. Idempotent."""
         with self.changed:
             self._is_closed = True
             self.version = None
@@ -424,20 +424,20 @@ class LocalVersion:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A waiting thread. Waking all threads for each of a trainer's batches would contend for the GIL."""
+    """A waiting thread with its own event. If every batch woke all threads, they would contend for the GIL."""
 
     spans: tuple[I64, I64]
     woken: threading.Event = field(default_factory=threading.Event)
 
 
 class _RowSpans:
-    """The rows sorted by their first byte, for finding all rows that a strip may touch."""
+    """The rows sorted by their first byte, to find all rows that a strip may touch."""
 
     def __init__(self, layout: Layout) -> None:
         stop = layout.offset + np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
         self.order: I64 = np.argsort(layout.offset, kind="stable")
         self._start: I64 = layout.offset[self.order]
-        # Column slices of one tensor interleave, so store how far any previous row reaches.
+        # Column slices of one tensor interleave, so store the maximum end of all rows up to each row.
         self._reach: I64 = np.maximum.accumulate(stop[self.order]) if len(stop) else stop
 
     def spans(self, strips: Strips) -> tuple[I64, I64]:
@@ -466,7 +466,7 @@ class VersionStatus:
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:
-        """Return the status when a begun or withdrawn version is above `after`, or after `wait_s` seconds."""
+        """Return the status once a version above `after` has begun or was withdrawn, or after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while self._newest() <= after and (left := deadline - time.monotonic()) > 0:

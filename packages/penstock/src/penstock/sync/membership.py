@@ -50,7 +50,7 @@ Whereabouts = Literal["there", "left", "gone"]
 def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple[Member, float]:
     """Join the fleet. Return the member, which leaves when the stack closes, and its stall deadline in seconds."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
-    # Use a third of the stall deadline, to leave time for the peers if the hub hangs.
+    # Use a third of the stall deadline, so that time is left for requests to peers if the hub hangs.
     client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3))
     member = Member.join(client, connection, stall_s=stall_s)
     stack.callback(member.leave, 0.0)
@@ -58,7 +58,7 @@ def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple
 
 
 def rank_of(rank: tuple[int, int] | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks on its side. None means torch.distributed's rank, or else (0, 1)."""
+    """Return rank and world size. Without `rank`, use torch.distributed, or (0, 1) if it is not initialised."""
     if rank is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -88,24 +88,24 @@ class Membership:
         self._members: dict[str, SyncMember] = {}
         self._looked_at = float("-inf")
         self._is_partial = False
-        # A member's connections share a session, because a grant can be used only once.
+        # All connections to a member share a session, because a grant can be used only once.
         self._sessions: dict[str, str] = {}
         self._clients: dict[tuple[str, str], SyncClient] = {}  # by member and channel
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
-        """Return all members, the oldest first. Without the hub, return the known members or raise HubUnavailable."""
+        """Return all members, oldest first. If the hub is unavailable, return known members or raise HubUnavailable."""
         with self._lock:
             is_listed = self._looked_at > float("-inf")
             if time.monotonic() - self._looked_at <= max_age_s or (is_listed and self.member.hub_is_away):
                 return tuple(self._members.values())
-        # A hub that hangs must not block the threads that need an open session.
+        # Do not hold the lock, because a hub that hangs must not block threads that use open sessions.
         try:
             reply = self.member.sync(self.name)
         except HubUnavailable:
             with self._lock:
                 if self._looked_at == float("-inf"):
                     raise
-                # Callers in a loop must not wait for the hub's timeout each time.
+                # Record the time after a failure, so that callers in a loop do not wait for the hub each time.
                 self._looked_at = time.monotonic()
                 return tuple(self._members.values())
         with self._lock:
@@ -118,7 +118,7 @@ class Membership:
             return tuple(self._members.values())
 
     def look_at_all(self, within_s: float) -> tuple[SyncMember, ...]:
-        """Return all members. Wait at most `within_s` seconds until a restarted hub knows them again."""
+        """Return all members. Wait at most `within_s` seconds until a restarted hub knows all members again."""
         deadline = time.monotonic() + within_s
         while True:
             members = self.look()
@@ -127,14 +127,14 @@ class Membership:
             time.sleep(self.timing.restarted_hub_pause_s)
 
     def ask(self, member: str, question: Callable[[SyncClient], T], *, channel: str = "") -> T:
-        """Send a request to a member with `question`, in a new session if the member does not know the session.
+        """Send a request to a member with `question`, in a new session if the member does not know the old one.
 
-        Raise PeerLost if the member left or is gone, or NotFound if a restarted hub does not know the member yet.
+        Raise PeerLost if the member left or died, or NotFound if a restarted hub does not know the member yet.
         """
         try:
             return question(self._sync_client(member, channel))
         except PermissionDenied:
-            # The session expired or the member restarted. A second refusal is an error.
+            # The session expired or the member restarted, so retry once in a new session.
             with self._lock:
                 self._drop({member})
             return question(self._sync_client(member, channel))
@@ -153,7 +153,7 @@ class Membership:
                 raise NotFound("the hub was restarted and does not know this member yet", uri=f"penstock:{member}")
             if known is None:
                 raise PeerLost("the member left this sync", uri=f"penstock:{member}")
-        # A connection to a member that hangs takes up to the stall deadline, so do not hold the lock.
+        # Do not hold the lock, because connecting to a member that hangs takes up to the stall deadline.
         sync_client = self.connect(known, self.stall_s)
         try:
             session = sync_client.open(session)
@@ -169,7 +169,7 @@ class Membership:
         return shared
 
     def connect(self, other: SyncMember, stall_s: float) -> SyncClient:
-        """Return a client for a member, which connects at its first request."""
+        """Return a client for a member. The client connects at its first request."""
         return SyncClient(
             other,
             member=self.member.id,
@@ -189,18 +189,18 @@ class Membership:
 
     def is_gone(self, other: SyncMember) -> bool:
         """Return whether a member's server refuses connections. A stopped or unreachable process is not gone."""
-        # The shared connection may be busy with a long poll.
+        # Open a new connection, because the shared connection may be busy with a long poll.
         with contextlib.closing(self.connect(other, self.timing.alive_s)) as sync_client:
             try:
                 sync_client.alive()
             except SourceStalled:
-                return False  # a process that accepts a connection may continue later
+                return False  # a stopped process that accepts a connection may continue later
             except PeerLost as error:
                 # A refused connection or a failed Unix socket proves that the process exited. A timeout proves nothing.
                 refused = (ConnectionError, FileNotFoundError)
                 return sync_client.must_be_on_host or isinstance(error.__cause__, refused)
             except PenstockError:
-                pass  # a reply comes from a live process
+                pass  # the process replied, so it is alive
         return False
 
     def whereabouts(self, member: str, *, max_age_s: float) -> Whereabouts:
@@ -221,7 +221,7 @@ class Membership:
 
 
 class SyncClient(PeerClient):
-    """A session with one member, which sends one request at a time, from any thread."""
+    """A session with one member. Any thread may call it, but it sends one request at a time."""
 
     def __init__(
         self,
@@ -246,17 +246,17 @@ class SyncClient(PeerClient):
         )
         super().__init__(upstream, member=member, key=key, same_host=same_host, stall_s=stall_s, trust=trust)
         self._handler = handler
-        # HTTP/1.1 carries one request at a time on a connection, so a second thread waits here.
+        # HTTP/1.1 allows one request at a time on a connection, so a second thread waits for this lock.
         self._requesting = threading.Lock()
         self._session_path = ""
 
     @property
     def must_be_on_host(self) -> bool:
-        """Return whether the member can only be reached at its Unix socket."""
+        """Return whether the member is reachable only at its Unix socket."""
         return self._same_host and (self._address is None or self.is_on_host)
 
     def open(self, session: str = "") -> str:
-        """Open a session with the grant, or continue `session`. Return the session's id."""
+        """Open a new session with the grant, or continue the session with the id `session`. Return the session's id."""
         if not session:
             request = SessionRequest(member=self._member, key=self._key, grant=self.upstream.grant)
             session = self._ask("POST", f"/v1/{self._handler}", MemberSession, request).session
@@ -272,12 +272,12 @@ class SyncClient(PeerClient):
         layout = decode(self._ask("GET", f"{self._session_path}/layout", bytes), Layout)
         if layout.member != self.upstream.member:
             raise FormatError(f"the peer sent the layout of a different member, {layout.member}", uri=self._uri())
-        # The offsets come from another process and are used as addresses later.
+        # Check the offsets, because they come from another process and are later used as addresses.
         layout.check()
         return layout
 
     def checkpoint(self) -> messages.TableReply:
-        """Return the names, dtypes and shapes of the tensors that all publishers offer in total."""
+        """Return the names, dtypes and shapes of all tensors that the publishers offer."""
         return self._ask("GET", f"{self._session_path}/table", messages.TableReply)
 
     def part(self, request: messages.PartRequest) -> messages.PartReply:
@@ -291,10 +291,10 @@ class SyncClient(PeerClient):
         )
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the descriptors of a version. Raise StaleDescriptor if it is past, or NotFound after `wait_s`."""
+        """Return the descriptors of a version. Raise StaleDescriptor if it is outdated, or NotFound after `wait_s`."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         version_map = self._ask("GET", f"{self._session_path}/map?{query}", VersionMap)
-        # A descriptor must not make this process connect to a different host.
+        # Check the descriptors, which must not make this process connect to a different host.
         self.check_data_ports(version_map.regions)
         return version_map
 
@@ -304,7 +304,7 @@ class SyncClient(PeerClient):
         reply = self._ask_of(strips, "digests", request, messages.DigestReply)
         if reply.digests is None:
             return Answer(digests=None, num_ready=reply.num_ready)
-        # A short reply would leave the last strips unverified.
+        # Reject a short reply, which would leave the last strips unverified.
         if len(reply.digests) != 8 * len(strips):
             raise FormatError("the peer sent a different number of digests from the number requested", uri=self._uri())
         return Answer(digests=np.frombuffer(reply.digests, "<u8").astype(np.uint64), num_ready=reply.num_ready)
@@ -312,7 +312,7 @@ class SyncClient(PeerClient):
     def pack(
         self, strips: Strips, version: int, generation: int, wait_s: float, release: tuple[str, ...]
     ) -> messages.PackReply:
-        """Release the leases in `release`, and then pack strips. See `LocalVersion.pack`."""
+        """Release the leases in `release`, and request a buffer with these strips. See `LocalVersion.pack`."""
         request = messages.PackRequest(
             version=version, generation=generation, strips=b"", wait_s=wait_s, release=release
         )
@@ -335,13 +335,13 @@ class SyncClient(PeerClient):
         return self._ask("GET", f"{self._session_path}/decision?{query}", messages.Decision)
 
     def begins_after(self, rank: int, wait_s: float) -> int:
-        """Return the version above which a rank publishes. Raise NotFound if rank 0 does not own the name yet."""
+        """Return the version that a rank's versions must exceed. Raise NotFound if rank 0 does not own the name yet."""
         query = f"rank={rank}&wait_ms={int(wait_s * 1000)}"
         return self._ask("GET", f"{self._session_path}/begins_after?{query}", messages.BeginsAfter).version
 
     def _ask_of(self, strips: Strips, route: str, request: messages.DigestRequest, kind: type[_OfStrips]) -> _OfStrips:
         sent = [np.ascontiguousarray(column, "<i8").tobytes() for column in strips.columns]
-        # The strips of a plan can be megabytes, so send them only if the member does not know their name.
+        # The strips of a plan can take megabytes, so send their digest, and send them only if the digest is unknown.
         named = msgspec.structs.replace(request, strips=name_of_strips(*sent))
         reply = self._ask("POST", f"{self._session_path}/{route}", kind, named)
         if reply.is_unknown:
@@ -371,14 +371,14 @@ class SyncClient(PeerClient):
         try:
             return super()._send(verb, path, body)
         except PeerLost:
-            # The server closes idle connections. A repeated request is harmless, although `pack` uses a second buffer.
+            # Retry once, because the server closes idle connections. A repeated `pack` only uses a second buffer.
             if not was_open:
                 raise
             return super()._send(verb, path, body)
 
     def close(self) -> None:
-        """Close the connection. The member ends the session after some time without requests. Idempotent."""
-        # Do not acquire `_requesting`, because a close must also interrupt a request that waits for its reply.
+        """Close the connection. The member ends the session itself after some time without requests. Idempotent."""
+        # Do not acquire `_requesting`, because `close` must also interrupt a request that waits for its reply.
         with self._ending:
             self._is_ending = True
         if self._connection is not None:
@@ -386,8 +386,8 @@ class SyncClient(PeerClient):
 
 
 def name_of_strips(*columns: bytes) -> bytes:
-    """Return the name of a set of strips, which is a digest of their number and columns."""
-    # Without the number, columns of different lengths could have the same digest.
+    """Return a digest of the number and columns of strips, which identifies them."""
+    # Include the number of strips, because columns of different lengths could otherwise have the same digest.
     digest = blake3(len(columns[0]).to_bytes(8, "little"))
     for column in columns:
         digest.update(column)

@@ -1,4 +1,4 @@
-"""Digests of all memory behind some tensors, to verify that an engine restored the same bytes after sleeping."""
+"""Digests of the memory of tensors, to verify that an engine restored the same bytes after sleeping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MemoryDigests:
-    """The digests of all memory behind some tensors.
+    """The digests of all storages of some tensors.
 
     Attributes:
         digests: one digest for each storage, in the order of the tensors.
@@ -30,7 +30,7 @@ class MemoryDigests:
         """Compute the digests of a subscriber's target."""
         if isinstance(target, torch.nn.Module):
             return cls(tensor for _, tensor in named_tensors(target))
-        # Importing torch's distributed tensors takes a second, which a sleeping engine with a module need not wait for.
+        # Import torch's distributed tensors only here, because the import takes a second and a module does not need it.
         from penstock.sync.shards import declared
 
         return cls(row.tensor for row in declared(target))
@@ -48,13 +48,13 @@ class MemoryDigests:
             )
             if memory.nbytes:
                 by_address.setdefault(memory.address, memory)
-        # Keep the order of the tensors, because an engine may restore the bytes at different addresses.
+        # Keep the digests in the order of the tensors, because an engine may restore bytes at different addresses.
         digests: list[int] = digests_of(list(by_address.values())).tolist()
         return digests
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield parameters and buffers by name. The name is None if the state dict omits a tensor."""
+    """Yield each parameter and buffer with its name, or with None if the state dict omits it."""
     for prefix, layer in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, tensor in layer._parameters.items():

@@ -1,6 +1,6 @@
 """Messages between the members of a sync, encoded with msgpack. Unknown fields are ignored.
 
-Layouts and parts are encoded by `plan.layout`. `hub.messages` defines the protocol version.
+`plan.layout` encodes the layouts and the parts of a plan. `hub.messages` defines the protocol version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the transfer plan, or a request for the layout, or the reason why there is no part yet."""
+    """A receiver's part of the transfer plan, a request for the layout, or the reason why there is no part yet."""
 
     version: Version = -1
     epoch: str = msgspec.field(default="", name="run")
@@ -56,7 +56,7 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint that all publishers offer in total."""
+    """The table of the tensors that all publishers offer."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -78,7 +78,7 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Byte ranges that the caller will read, as columns of little-endian int64.
 
-    The columns may be empty if the member knows their digest.
+    The columns may be empty if the member already knows their digest.
     """
 
     version: Version
@@ -93,7 +93,7 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of the byte ranges, as little-endian uint64. None while their bytes are not ready."""
+    """Digests of the byte ranges, as little-endian uint64. None while the bytes of a range are not ready."""
 
     digests: bytes | None
     num_ready: Count
@@ -102,14 +102,14 @@ class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackRequest(DigestRequest, frozen=True, kw_only=True):
-    """Byte ranges that the caller wants to read as one contiguous piece."""
+    """Byte ranges that the member packs, so that the caller can read them as one contiguous piece."""
 
     release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
     """Leases of buffers that the caller has finished reading."""
 
 
 class PackReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors of the buffer with the ranges, by transport. None until a buffer is filled."""
+    """Descriptors of the buffer that contains the ranges, by transport. None until a buffer is filled."""
 
     regions: dict[str, bytes] | None = None
     lease: str = ""
@@ -124,20 +124,20 @@ class PackReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackLeases(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases of buffers that the caller is reading, and of buffers that it has finished reading."""
+    """Leases of the buffers that the caller is reading, and of those that it has finished reading."""
 
     keep: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
     release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
 
 
 class BeginsAfter(msgspec.Struct, frozen=True, kw_only=True):
-    """The version above which a rank of the trainer begins to publish."""
+    """The version that all versions from a trainer's rank must exceed."""
 
     version: Version
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """A receiver's progress, for the planner of its part."""
+    """A receiver's progress, sent to the member that planned the receiver's part."""
 
     version: Version
     """Version number, or -1 if the receiver failed before it knew a version."""

@@ -1,6 +1,6 @@
 """Buffers into which a source packs short runs for readers on other hosts.
 
-A buffer is fenced before it is filled again, so a reader whose lease expired raises StaleDescriptor.
+A buffer is fenced before it is refilled, so that a reader whose lease expired raises StaleDescriptor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _DeviceBuffers:
 
 
 class Packer(Closeable):
-    """The buffers of a source for packed strips, with at most `pack_bytes` on each device. Thread-safe."""
+    """A source's buffers for packed strips, with at most `pack_bytes` on each device. Thread-safe."""
 
     def __init__(self, links: PeerLinks, pack_bytes: int) -> None:
         self._links = links
@@ -71,7 +71,7 @@ class Packer(Closeable):
             return sum(len(pool.buffers) for pool in self._pools.values()) * self.buffer_bytes
 
     def take(self, device: str, wait_s: float) -> _Buffer | None:
-        """Return an unleased buffer to fill, or None if no buffer was free within `wait_s` seconds."""
+        """Return a free buffer to fill, or None if no buffer became free within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             pool = self._pools.setdefault(device, _DeviceBuffers(NUM_BUFFERS))
@@ -81,7 +81,7 @@ class Packer(Closeable):
                 now = time.monotonic()
                 free = next((one for one in pool.buffers if not one.is_filling and one.until <= now), None)
                 if free is not None:
-                    # A reader whose lease expired may still be reading.
+                    # Fence the buffer, because a reader whose lease expired may still be reading it.
                     free.fence()
                     free.lease, free.is_filling = "", True
                     return free
@@ -92,7 +92,7 @@ class Packer(Closeable):
                 if now >= deadline:
                     return None
                 self._changed.wait(max(min(deadline, lapse) - now, 0.0))
-        # A registration takes milliseconds, and a fence must not wait for it.
+        # Do not hold the lock, because a registration takes milliseconds and a fence must not wait.
         try:
             buffer = self._allocate(device)
         except (ConfigError, DeviceOutOfMemory, DestinationError):
@@ -100,7 +100,7 @@ class Packer(Closeable):
                 pool.num_begun -= 1
                 if not pool.num_begun:
                     raise
-                # The device has memory for fewer buffers than the limit allows, so the readers share these.
+                # The device has memory for fewer buffers than the limit allows, so use only the existing buffers.
                 pool.most = pool.num_begun
             return self.take(device, max(deadline - time.monotonic(), 0.0))
         except BaseException:
@@ -118,11 +118,11 @@ class Packer(Closeable):
     def _allocate(self, device: str) -> _Buffer:
         arena = Arena.allocate(self.buffer_bytes, device)
         memory = Memory(address=arena.address, nbytes=self.buffer_bytes, device=arena.device, owner=arena)
-        # Readers on this host read strips directly, without a request for each run.
+        # Register for the network only, because readers on this host read strips directly.
         return _Buffer(memory, self._links.register(memory, reach="network"), is_filling=True)
 
     def fill(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
-        """Copy strips of a region into a buffer after the events in `after`, and wait at most `FILL_S`."""
+        """Copy strips from a region into a buffer after the events in `after`. Wait at most `FILL_S` seconds."""
         to = buffer.memory
         if to.device == "cpu":
             pack_strips(memory_at(source.address, source.nbytes), strips, memory_at(to.address, to.nbytes))
@@ -138,7 +138,7 @@ class Packer(Closeable):
         with self._queueing, torch.cuda.device(device):
             stream = self._streams.get(to.device)
             if stream is None:
-                # Kernels of reads wait for the link, so packing needs a higher priority.
+                # Kernels that read from peers wait for the link, so give packing a higher priority.
                 stream = self._streams[to.device] = torch.cuda.Stream(device, priority=-1)
             with torch.cuda.stream(stream):
                 for event in after:
@@ -153,7 +153,7 @@ class Packer(Closeable):
         wait_events([done], FILL_S, work="packing")
 
     def grant(self, buffer: _Buffer) -> tuple[dict[str, bytes], str]:
-        """Let a reader read a filled buffer. Return its descriptors, and the lease with which it is released."""
+        """Let a reader read a filled buffer. Return its descriptors and the lease that the reader releases."""
         with self._changed:
             buffer.lease = secrets.token_hex(8)
             buffer.until = time.monotonic() + LEASE_S
@@ -162,13 +162,13 @@ class Packer(Closeable):
             return {name: encode(handle.descriptor) for name, handle in buffer.handles.items()}, buffer.lease
 
     def give_back(self, buffer: _Buffer) -> None:
-        """Release a buffer that was not granted."""
+        """Release a buffer that was taken but not granted to a reader."""
         with self._changed:
             buffer.until, buffer.is_filling = 0.0, False
             self._changed.notify_all()
 
     def hold(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend some leases and end others. Unknown and expired leases are ignored."""
+        """Extend the leases in `keep`, and end the leases in `release`. Ignore unknown and expired leases."""
         until = time.monotonic() + LEASE_S
         with self._changed:
             for pool in self._pools.values():
@@ -180,7 +180,7 @@ class Packer(Closeable):
                         buffer.until = until
 
     def fence(self) -> None:
-        """End all leases and make their descriptors stale. Call it together with the fence of the packed memory."""
+        """End all leases and make their descriptors stale. Call this whenever the packed memory is fenced."""
         with self._changed:
             for pool in self._pools.values():
                 pool.most = NUM_BUFFERS

@@ -33,7 +33,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The terms on which a receiver may read a version, and its part of the plan."""
+    """The terms on which a receiver may read a version, and the receiver's part of the plan."""
 
     epoch: str
     version: int = -1

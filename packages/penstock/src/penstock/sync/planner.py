@@ -1,4 +1,4 @@
-"""The planner for all receivers of a sync, which runs on the publishers' rank 0, or on a receiver if there are none."""
+"""The planner for all receivers of a sync. It runs on the publishers' rank 0, or without publishers on a receiver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, TableReply
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 
-# A version is read from publishers first, and from receivers after the fence, so few plans are enough.
+# Number of cached plans. Few are enough, because a version is read from publishers, and later only from receivers.
 _KEPT_PLANS = 4
 
 Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
@@ -39,7 +39,7 @@ class _EncodedPlan:
 
 @dataclass(eq=False)
 class Planner:
-    """The planner of a member, whose layout is `ours`. Server threads call it, and one thread at a time plans."""
+    """The planner of a member, whose layout is `ours`. Server threads call it, but only one thread plans at a time."""
 
     membership: Membership
     version_status: VersionStatus
@@ -49,7 +49,7 @@ class Planner:
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        # Planning takes seconds. `_lock` guards only the tables, so other receivers receive replies in the meantime.
+        # Planning takes seconds and holds only `_planning`. `_lock` guards the tables, so that others need not wait.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         # Layouts of sources by their digest, and each receiver's layout with its digest.
@@ -58,11 +58,11 @@ class Planner:
         self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _EncodedPlan] = OrderedDict()
 
     def part(self, asker: str, request: PartRequest) -> PartOutcome:
-        """Return a receiver's part of the plan with its sources. Raise PlanError for mismatching tensors."""
-        # Learn the layout before anything that may fail, so that the receiver need not send it again.
+        """Return a receiver's part of the plan. Raise PlanError if the tensors do not match."""
+        # Store the layout before any step that may fail, so that the receiver need not send it again.
         if not self._learn(asker, request):
             return LayoutNeeded()
-        # A source that registers its memory again reports its new layout first.
+        # Fetch a new list for an outdated request. It has the new layout, which a source reports before serving it.
         members = self.membership.look(max_age_s=0.0 if request.is_outdated else self.membership.timing.member_list_s)
         epoch = self._epoch_of(members)
         ranks = _ranks(members, epoch)
@@ -74,7 +74,7 @@ class Planner:
             return NotYet(why="no version is published yet")
         for version in versions:
             terms = self.terms(asker, request, epoch, version)
-            # The list may contain a version that was withdrawn in the meantime.
+            # Skip withdrawn versions, which may still be in the list.
             if not isinstance(terms, Withdrawn):
                 break
         if not isinstance(terms, Granted):
@@ -82,7 +82,7 @@ class Planner:
         try:
             sources = self._sources(members, asker, version, request)
         except StaleDescriptor:
-            # A receiver may have finished this version since the list was fetched.
+            # Fetch the list again, because another receiver may have finished this version since.
             members = self.membership.look()
             sources = self._sources(members, asker, version, request)
         if isinstance(sources, NotYet):
@@ -92,10 +92,10 @@ class Planner:
         except PlanError as error:
             if not _missing(sources) and sources[0].state.side == "publisher":
                 raise
-            # Receivers serve only the tensors that they received, so this receiver's request may be valid.
+            # The request may still be valid, because receivers serve only the tensors that they received.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
-        # The part is several megabytes and is the same for every version of a plan.
+        # A part takes several megabytes and is the same for every version, so send it only once.
         has_part = request.have_key == plan.plan.key
         return replace(terms, epoch=self._epoch_of(members), key=plan.plan.key, part=None if has_part else raw)
 
@@ -140,7 +140,7 @@ class Planner:
     def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
         epoch, ours = self._epoch_of(members), self.version_status.now.version
         theirs = {member.state.version for member in members if member.state.epoch == epoch}
-        # A dead publisher stays listed for a while, with a version that may have been withdrawn since.
+        # A dead publisher stays listed for a while with its last version, which may have been withdrawn since.
         theirs -= {version for version in refused if version > ours}
         return sorted({version for version in (ours, *theirs) if version >= 0}, reverse=True)
 
@@ -165,7 +165,7 @@ class Planner:
         available = having + (ranks if is_ours else [])
         if available:
             return available
-        # An error would end the receiver's update, so return a reason to wait if possible.
+        # Return a reason to wait if possible, because an error would end the receiver's update.
         if version > now.version:
             return NotYet(version=version, epoch=epoch, why=f"version {version} is not published yet")
         if any(member.state.state == "updating" and member.member != asker for member in members):
@@ -176,11 +176,11 @@ class Planner:
     def _planned(
         self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]
     ) -> tuple[_EncodedPlan, bytes]:
-        # Receivers request the same version within milliseconds, and the second uses the plan of the first.
+        # Receivers request the same version within milliseconds, so let later requests reuse the plan of the first.
         with self._planning:
             sources = self._layouts(holders)
             giving = {source.member for source, _ in sources}
-            # Plan for all known receivers. With separate plans, all would read from the same sources in the same order.
+            # Plan for all known receivers at once. In separate plans, all would read sources in the same order.
             there = {member.member for member in members if member.state.side == "subscriber"} | {asker}
             with self._lock:
                 is_unlisted = any(member not in there for member in self._wants)
@@ -190,7 +190,7 @@ class Planner:
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
-            # The list may be older than this member's layout, so the token contains the address.
+            # Include the address in the token, because the list may be older than this member's layout.
             token = tuple((source.member, source.state.layout, layout.address) for source, layout in sources)
             plan = self._cached_plan(asker, token, [layout for _, layout in sources], wants)
             if asker not in plan.parts:
@@ -204,7 +204,7 @@ class Planner:
         layouts: Sequence[Layout],
         wants: dict[str, tuple[str, Layout]],
     ) -> _EncodedPlan:
-        """Return the plan for these layouts. The caller holds the planning lock."""
+        """Return the plan from these layouts to the receivers. The caller holds the planning lock."""
         token = source_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
         cached = self._plans.get(token)
         if cached is None:
@@ -220,7 +220,7 @@ class Planner:
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         if asker not in cached.plan.receivers:
-            # The requester's tensors do not match, so planning for it alone raises the error.
+            # The requester's tensors do not match, so plan for the requester alone to raise the error.
             return _EncodedPlan(self._plan(layouts, [wants[asker][1]]))
         return cached
 
@@ -235,7 +235,7 @@ class Planner:
         return True
 
     def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
-        """Return the members' layouts, excluding absent receivers. Raise StaleDescriptor if no source is left."""
+        """Return the members' layouts, except of unreachable receivers. Raise StaleDescriptor if none remains."""
         layouts = []
         for holder in holders:
             layout = self.ours() if holder.member == self.membership.member.id else None
@@ -250,7 +250,7 @@ class Planner:
                         raise
                     continue
                 if layout.digest() != holder.state.layout:
-                    # The layout changed between the report to the hub and this request.
+                    # The member's layout changed after its report to the hub.
                     raise NotFound(f"{holder.member} has a different layout from the one that it reported")
                 with self._lock:
                     self._layouts_by_digest[holder.state.layout] = layout
@@ -266,10 +266,10 @@ class Planner:
 
 
 def layout_in(request: PartRequest, asker: str) -> Layout:
-    """Return the layout from a receiver's request. Raise PlanError if it is invalid or belongs to another member."""
+    """Return the layout in a receiver's request. Raise PlanError if it is invalid or belongs to another member."""
     assert request.layout is not None
     layout = decode(request.layout, Layout)
-    # A layout with another member's id would lead to a wrong part for that member.
+    # Reject a layout with another member's id, which would lead to a wrong plan for that member.
     if layout.member != asker or layout.digest() != request.digest:
         raise PlanError(
             f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the request's"
@@ -288,7 +288,7 @@ def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    # Receivers are not publisher ranks. Planning checks whether they have all elements.
+    # Receivers may be sources without all ranks, because planning checks whether all elements are available.
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {rank.state.rank for rank in ranks}

@@ -8,7 +8,7 @@ from penstock.sync.local_version import VersionStatus
 
 
 class Announcements:
-    """The versions of one rank, as other members see them. Only one thread at a time may change them."""
+    """One rank's versions as other members see them. Only one thread at a time may change them."""
 
     def __init__(self, member: Member) -> None:
         self.epoch = ""
@@ -34,7 +34,7 @@ class Announcements:
         self._member.beat_now()
 
     def end(self) -> None:
-        """Announce that the version can no longer be read here. After a withdrawal announce the previous version."""
+        """Announce that the version can no longer be read here. If it was withdrawn, announce the previous version."""
         # Subscribers must not request a withdrawn version as the newest version.
         newest, withdrawn = (self._before.version, self.decision) if self.is_withdrawn else (self.version, None)
         self.status.post(self.epoch, newest, is_open=False, withdrawn=withdrawn)

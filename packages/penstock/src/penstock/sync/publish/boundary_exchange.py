@@ -1,7 +1,7 @@
-"""The exchange of boundary elements between publisher ranks, to quantise blocks that cross the edges of their shards.
+"""The exchange of boundary elements between publisher ranks, needed to quantise blocks that cross shard edges.
 
-At each publish every rank reads and verifies the boxes that it needs from other ranks. Rank 0 plans the reads, and the
-exchange succeeds on all ranks or on no rank. It is a sync among the publishers, with a separate request handler.
+At each publish, every rank reads and verifies the regions that it needs from other ranks. Rank 0 plans the reads, and
+the exchange succeeds on all ranks or on no rank. It is a sync among publishers with a separate request handler.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ HANDLER = "boundary"
 
 
 class BoundaryPlanner:
-    """The planner on rank 0. It plans once all ranks have reported their requirements, and again after a change."""
+    """The planner on rank 0. It plans when all ranks have reported their requirements, and again after a change."""
 
     def __init__(self, membership: Membership, ours: Layout) -> None:
         self._membership = membership
-        # Ranks can report their requirements during planning, which holds only `_planning`.
+        # Planning holds only `_planning`, so that ranks can report their requirements in the meantime.
         self._lock = threading.Lock()
         self._planning = threading.Lock()
         # For each member: the layout of all rows, the required rows with a digest, and the last requested version.
@@ -51,14 +51,14 @@ class BoundaryPlanner:
         self._plan_token: tuple[str, ...] = ()
 
     def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
-        """Serve parts of this version to these ranks."""
+        """From now on, serve parts of the plan for this version to these ranks."""
         with self._lock:
             self._version = version
             self._ranks = tuple(ranks)
             self._why = ""
 
     def fail(self, why: str) -> None:
-        """Fail later requests for parts of this version with a reason."""
+        """From now on, reject requests for this version with a reason."""
         with self._lock:
             self._why = why
 
@@ -70,13 +70,13 @@ class BoundaryPlanner:
     def part(self, member: str, request: PartRequest) -> PartOutcome:
         """See `Planner.part`. Raise StaleDescriptor if the version failed, or PlanError if elements are missing."""
         with self._lock:
-            # Other ranks wait for the layout, so store the layout even if the version is wrong.
+            # Store the layout even if the version is wrong, because other ranks wait for the layout.
             known = self._required.get(member)
             if known is None or known[0] != request.digest:
                 if request.layout is None:
                     return LayoutNeeded()
                 self._required[member] = request.digest, layout_in(request, member)
-                # The rank's tensors moved. Rank 0 creates a new planner when its own tensors moved.
+                # The rank's tensors moved, so drop its layout. If rank 0's tensors move, it creates a new planner.
                 if known is not None and member != self._membership.member.id:
                     self._layouts.pop(member, None)
             self._requested[member] = request.version
@@ -87,7 +87,7 @@ class BoundaryPlanner:
             ranks = self._ranks
             if all(rank.member != member for rank in ranks):
                 raise StaleDescriptor("this process was replaced by a newer process of the same rank")
-        # Wait for all ranks' requirements, because an earlier plan would have to be made again.
+        # Plan only when all ranks have reported, because an earlier plan would have to be made again.
         if lacking := self.lacking():
             return NotYet(why=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:
@@ -99,7 +99,7 @@ class BoundaryPlanner:
         return Granted(epoch="", version=request.version, key=plan.key, part=part)
 
     def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
-        """Return the plan for these ranks. Hold `_planning`."""
+        """Return the plan for these ranks. The caller holds `_planning`."""
         members = [rank.member for rank in ranks]
         with self._lock:
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in members}
@@ -107,7 +107,7 @@ class BoundaryPlanner:
             self._requested = {name: version for name, version in self._requested.items() if name in members}
             reported = [self._required[name] for name in members]
             token = (*members, *(digest for digest, _ in reported))
-        # A request to another rank can take as long as the stall deadline, so do not hold `_lock`.
+        # Do not hold `_lock`, because a request to another rank can take as long as the stall deadline.
         for name in members:
             if name not in self._layouts:
                 self._layouts[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
@@ -118,12 +118,12 @@ class BoundaryPlanner:
         return self._plan
 
     def table(self) -> TableReply:
-        """Raise NotFound, because this exchange has boxes and no checkpoint."""
+        """Raise NotFound, because this exchange has only regions and no checkpoint table."""
         raise NotFound("the boundary exchange has no checkpoint table")
 
 
 class BoundaryExchange:
-    """The exchange of one rank. `rows` are its tensors with blocks, and `wants` receive rows of other ranks."""
+    """One rank's side of the exchange. `rows` are its tensors with blocks. `wants` receive other ranks' elements."""
 
     def __init__(
         self, sync: Membership, rows: Sequence[ShardRow], wants: Sequence[ShardRow], *, is_first: bool, world_size: int
@@ -174,10 +174,10 @@ class BoundaryExchange:
                 error.mutated = False
             why = str(error) or type(error).__name__
             self._planner.fail(f"version {version} is not quantised: {why}")
-            # The other ranks would otherwise wait for the stall deadline. Do not hide the original error.
+            # Tell the other ranks, which would otherwise wait until the stall deadline. Do not hide the original error.
             with contextlib.suppress(PenstockError):
                 self._report(version, epoch, why[:1024])
-            # The other ranks request the decision from rank 0, so wait until they have received it.
+            # Wait until the other ranks have requested and received the decision from rank 0.
             if self._peers is not None:
                 self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             raise
@@ -190,9 +190,9 @@ class BoundaryExchange:
 
     def _begin(self, version: int, epoch: str) -> None:
         if self._peers is not None:
-            # Every version needs every rank, even a rank that was late before.
+            # Expect every rank for every version, even a rank that was late before.
             self._peers.absent.clear()
-            # Another rank may request the decision while this rank still waits for members.
+            # Begin first, because another rank may request the decision while this rank still waits for members.
             self._peers.begin(version, [self._member.id])
             ranks = self._ranks(epoch)
             self._peers.begin(version, [rank.member for rank in ranks])
@@ -234,7 +234,7 @@ class BoundaryExchange:
                 links = requests.take(others, version)
         except SourceFailed as failed:
             raise failed.error from failed
-            # Read a box in this rank's own rows directly and not through its server.
+            # Read regions in this rank's own rows directly and not through its server.
         if self._member.id in used:
             links[self._member.id] = LocalLink(self._local_version)
         self.moved_bytes = self._transfer.run(links).nbytes
@@ -253,7 +253,7 @@ class BoundaryExchange:
                 layout = encode(self._want)
             elif time.monotonic() - begun > self._stall_s:
                 why = outcome.why if isinstance(outcome, NotYet) else outcome.decision.why
-                raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {why}")
+                raise SourceStalled(f"version {version} was not exchanged within {self._stall_s:g} s: {why}")
             else:
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, self._timing.exchange_pause_s)
@@ -268,7 +268,7 @@ class BoundaryExchange:
             names = self._want.names
             self._transfer = Transfer(part, self._into, names=names, stall_s=self._stall_s, threads=self._threads)
         if self._want.names and (self._transfer is None or self._transfer.part.key != outcome.key):
-            raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
+            raise PlanError("rank 0 sent no part, or a part whose key differs from the key in its reply")
         return bool(self._want.names)
 
     def _request_part(self, request: PartRequest, epoch: str) -> PartOutcome:
@@ -277,7 +277,7 @@ class BoundaryExchange:
                 return self._planner.part(self._member.id, request)
             return decode_outcome(self._membership.ask(epoch, lambda sync_client: sync_client.part(request)))
         except StaleDescriptor as error:
-            # The planner reports a failed version as StaleDescriptor. For the trainer, a rank was lost.
+            # The planner reports a failed version as StaleDescriptor. For the trainer, this means that a rank was lost.
             raise PeerLost(error.message, uri=f"penstock:{epoch}") from error
 
     def _wait_for_ranks(self, version: int, epoch: str) -> None:

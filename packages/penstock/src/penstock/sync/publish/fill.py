@@ -1,4 +1,4 @@
-"""Fills memory that receivers already read, batch by batch. A batch becomes readable when the device has written it."""
+"""Fill memory in batches while receivers already read it. A batch becomes readable when the device has written it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Batch(Protocol):
 
     @property
     def rows(self) -> I64:
-        """Return the numbers of the batch's rows."""
+        """Return the numbers of the rows in the batch."""
         ...
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the work, and return an event after it for each device. On the host, do the work immediately."""
+        """Queue the work, and return an event for its end on each device. On the host, do the work immediately."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The rows that a publisher rank offers, and the copy of their memory that a snapshot serves."""
+"""The rows that a publisher rank offers, and the copy of their memory for snapshots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from penstock.types import GIB, I64
 
 
 class Offer:
-    """The rows that one rank serves. It is a context manager.
+    """The rows that one rank serves. An offer is a context manager.
 
     Attributes:
         memories: the memory that a snapshot copies. For a host copy it includes the tagged rows.
@@ -43,7 +43,7 @@ class Offer:
         is_copied: whether the tagged rows are filled and then copied.
 
     Args:
-        transforms: see `publisher`. None means that only plain rows are served.
+        transforms: see `publisher`. None means that only rows without a tag are served.
         copies: destination of the copies of `memories`: `device` or `cpu`. None means no copies.
         memory_bytes: limit in bytes for the copies and the transformed tensors together.
     """
@@ -65,11 +65,11 @@ class Offer:
         self.plain = tuple(row for row in rows if keep_plain or row.name not in names)
         self.memories = regions_of(self.plain)
         nbytes, boundary_bytes = required_bytes(chosen)
-        # Quantising runs on the device, so a host snapshot copies the tagged rows after the device has filled them.
+        # The device quantises, so a snapshot on the host copies the tagged rows after the device has filled them.
         self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + boundary_bytes
-        # Check before allocating, so that a rejected publisher takes no memory from the trainer.
+        # Check the limit before allocating, so that a rejected publisher uses none of the trainer's memory.
         if memory_bytes is not None and needed > memory_bytes:
             message = (
                 f"publishing needs {copied} bytes for copies, {nbytes} for transformed tensors and {boundary_bytes} "
@@ -82,11 +82,11 @@ class Offer:
         if self.is_copied:
             self.memories = (*self.memories, *self.filled)
             self.filled = ()
-        # A box may be offered in several formats, but the exchange needs its row only once.
+        # A row may be offered in several formats, but the exchange needs it only once.
         blocked = {id(choice.row): choice.row for choice in chosen if choice.form.scaling != "none"}
         self._blocked = tuple(blocked.values())
         tags = () if transforms is None else (transforms,) if isinstance(transforms, str) else tuple(transforms)
-        # Every rank must take part in the exchange, even without chosen rows, so only the tags decide.
+        # Decide by the tags alone, because every rank must take part in the exchange, even without chosen rows.
         self._has_blocks = world_size > 1 and any(format_of(tag).scaling != "none" for tag in tags)
         self._boundary_exchange: BoundaryExchange | None = None
         self.seconds = 0.0
@@ -98,21 +98,21 @@ class Offer:
 
     @property
     def moved_bytes(self) -> int:
-        """Return the number of bytes read from other ranks for the last version."""
+        """Return how many bytes were read from other ranks for the last version."""
         return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
     def connect(self, sync: Membership, *, rank: int, world_size: int) -> None:
-        """Join the ranks' boundary exchange if a format quantises in blocks. Call this before any `fill`."""
+        """Join the boundary exchange of the ranks if a format quantises in blocks. Call this before `fill`."""
         if self._has_blocks:
             self._boundary_exchange = BoundaryExchange(
                 sync, self._blocked, self.transformed.wants, is_first=rank == 0, world_size=world_size
             )
 
     def fill(self, version: int, epoch: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
-        """Transform the current parameters. Call `ready` with the rows of the layout that became ready."""
+        """Transform the current parameters. Call `ready` with the numbers of the rows that became ready."""
         begun = time.perf_counter()
         exchange = self._boundary_exchange
-        # Other ranks read this rank's elements until all ranks are done, so quantise inside the exchange.
+        # Quantise inside the exchange, because other ranks read this rank's elements until all ranks are done.
         with contextlib.nullcontext() if exchange is None else exchange.exchanged(version, epoch):
             self.transformed.fill(lambda rows: ready(len(self.plain) + rows), stall_s=stall_s)
         self.seconds = time.perf_counter() - begun
@@ -169,7 +169,7 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
 
 
 class VersionSnapshot(Closeable):
-    """A copy of a rank's regions with the same layout. It is a context manager.
+    """A copy of a rank's regions with the same layout. The snapshot is a context manager.
 
     Receivers read a device copy while it is made, layer by layer, and a host copy when it is complete.
     """
@@ -189,7 +189,7 @@ class VersionSnapshot(Closeable):
         self._precomputed: tuple[PrecomputedDigests, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
-            # A host core digests at an eighth of the copy's speed. The digests must cover the copy's first regions.
+            # The device digests the first regions in advance. A host core would take eight times as long as the copy.
             if on_host and len(live) <= MOST_PRECOMPUTED and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
                 self._precomputed = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
@@ -206,7 +206,7 @@ class VersionSnapshot(Closeable):
 
     def _on_host(self, memory: Memory) -> Memory:
         arena = Arena.allocate(max(memory.nbytes, 1))
-        # Pinning would fault the pages one by one, which takes about twice as long (`memory.arena`).
+        # Populate the pages first. Pinning would fault them one by one, which takes twice as long (`memory.arena`).
         populate(arena.address, arena.nbytes)
         if memory.device != "cpu" and memory.nbytes:
             registrar = CudaRegistrar(torch.device(memory.device))
@@ -225,22 +225,22 @@ class VersionSnapshot(Closeable):
     ) -> float:
         """Copy the live memory after the work queued on the current stream, and return the seconds.
 
-        Mark `rows` as ready, where None means all rows. Call `announce` once when readers may request the version.
+        Mark `rows` as ready. None means all rows. Call `announce` once, when readers may request the version.
         """
         self.local_version.fence()
         if self._copy is not None:
-            # The device digests its memory while the copy engine moves the bytes to the host.
+            # Compute digests on the device while the copy engine moves the bytes to the host.
             seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
             self.local_version.begin(version, metadata)
             self.local_version.ready(rows)
             announce()
             return seconds
         begun = time.perf_counter()
-        # A receiver in direct mode pauses its engine at the announcement, so finish the queued training step first.
+        # First wait for the queued training step, because receivers in direct mode pause engines at the announcement.
         wait_events(record_events(self._devices), stall_s, work="kernel queued before the snapshot")
         self.local_version.begin(version, metadata)
         announce()
-        # Queue all copies now, because requests of readers would delay later copies.
+        # Queue all copies now, because readers' requests would delay copies that are queued later.
         num_ahead = len(self._batches)
         ready = partial(self.local_version.ready, is_written=True)
         fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)

@@ -1,7 +1,7 @@
-"""A trainer rank as a publisher. It declares its tensors once and then publishes version after version.
+"""A trainer rank as a publisher. It declares its tensors once and then publishes one version after the other.
 
 In live mode receivers read the parameters, and training waits for the receivers. In snapshot mode receivers read a
-copy. With `commit="all"` rank 0 decides after the receivers' reports.
+copy. With `commit="all"`, rank 0 decides when the receivers have reported.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ log = log_named("penstock")
 
 
 class Publisher(Closeable):
-    """A rank that publishes, created by `publisher`. It is a context manager. Only one thread at a time may publish.
+    """A rank that publishes, created by `publisher`. A context manager. Only one thread at a time may publish.
 
     Attributes:
-        latest: the highest version that earlier groups published, or for a restarted rank, its group's newest version.
-            Later versions must be above it.
+        latest: highest version that earlier groups published. For a restarted rank, the newest version of its group.
+            Versions to publish must be above it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Publisher(Closeable):
     def open(
         cls, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
     ) -> Publisher:
-        """Claim the name as rank 0, or join rank 0's epoch. Raise the errors of `publisher`."""
+        """Claim the name as rank 0, or join rank 0's epoch. Raises the same errors as `publisher`."""
         opened = cls(membership, registered, mode=mode, rank=rank, world_size=world_size)
         try:
             opened._open()
@@ -103,7 +103,7 @@ class Publisher(Closeable):
 
     def _open(self) -> None:
         status, membership = self._announcements.status, self._membership
-        # Members that learn of this rank from the hub send requests, so set the handler before the first report.
+        # Set the handler before the first report, because members that learn of this rank from the hub send requests.
         self.member.server.handlers["sync"] = SyncHandler(
             membership.key,
             self.member.check_grant,
@@ -116,10 +116,10 @@ class Publisher(Closeable):
         self.member.syncs.append(self._sync_state)
         if self.rank == 0:
             self._announcements.epoch = self.member.id
-            # Two groups that start together must detect each other, so report before the claim.
+            # Report before the claim, so that two groups that start at the same time detect each other.
             self.member.report_now()
             rank_group.claim(membership)
-            # Versions of this epoch do not count, because another rank may be ahead.
+            # Ignore versions of this epoch, because another rank may be ahead.
             members = self._membership.look_at_all(self._stall_s)
             self.latest = max((m.state.version for m in members if m.state.epoch != self.member.id), default=-1)
             self._first_versions.begin(self.latest)
@@ -156,7 +156,7 @@ class Publisher(Closeable):
             try:
                 latest = rank_group.begins_after(self._membership, epoch, self.rank)
             except PeerLost:
-                # A rank 0 that fails to claim the name exits, and another rank 0 may join.
+                # Retry, because a rank 0 that cannot claim the name exits, and another rank 0 may join.
                 if time.monotonic() > deadline:
                     raise
                 continue
@@ -187,7 +187,7 @@ class Publisher(Closeable):
     @property
     def nbytes(self) -> int:
         """Return the size of this rank's rows in bytes."""
-        # A model has hundreds of thousands of rows but only a few forms.
+        # Compute sizes by form, because a model has hundreds of thousands of rows but only a few forms.
         layout = self._registered.layout
         nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
         return sum(nbytes[i] for i in layout.form.tolist())
@@ -208,33 +208,33 @@ class Publisher(Closeable):
         All ranks call this with the same arguments, except that only rank 0's `check` counts. Parameters that were
         moved, cast back or replaced in the module since the previous version are registered again.
 
-        In live mode this returns when each subscriber that was known at the start has the version, failed, or made no
-        progress until the stall deadline. In snapshot mode this returns when the copy is complete. The parameters may
-        change afterwards.
+        In live mode this returns when each subscriber that was known at the start has the version, has failed, or has
+        made no progress for the stall deadline. In snapshot mode this returns when the copy is complete. The parameters
+        may change afterwards.
 
         Args:
-            version: version number, above all earlier ones.
+            version: version number, higher than all earlier version numbers.
             commit: with `each`, a subscriber goes live when it has the version. With `all`, the subscribers prepare the
                 version, and rank 0 decides whether all of them go live or none. In live mode this call returns after
-                the decision. In snapshot mode call `wait_decision`.
+                the decision. In snapshot mode, call `wait_decision` to wait for the decision.
             timeout_s: with `all`, maximum number of seconds until the decision. None means the stall deadline.
             stragglers: with `all`, what to do if a subscriber fails or does not prepare the version in time.
                 `leave_out` commits the version for the other subscribers. `withdraw` withdraws the version. Use
                 `withdraw` for engines with several ranks, each of which is a subscriber.
-            check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, at most 1 MiB.
-                With `commit="all"`, at least one check must then pass.
-            metadata: texts by name, the same on all ranks, for `Hooks.before_read` of a subscriber. At most 16 texts
-                with 65,536 characters each.
+            check: numbers, strings, lists and tensors by name, at most 1 MiB, which the subscribers' `Hooks.check`
+                receives. If values are passed with `commit="all"`, at least one check must pass.
+            metadata: strings by name, the same on all ranks, which a subscriber's `Hooks.before_read` receives. At most
+                16 strings with 65,536 characters each.
 
         Raises:
-            ConfigError: an argument is wrong, the version is not above the previous one, another group publishes the
-                name, or dtypes or shapes changed since the publisher was created. Nothing was published.
+            ConfigError: an argument is invalid, the version is not above the previous version, another group publishes
+                the name, or dtypes or shapes changed since the publisher was created. Nothing was published.
             VersionRefused: with `all`, the version was withdrawn and never goes live.
             HubUnavailable: with `all`, the hub did not record the decision. Subscribers keep the previous version, or
                 learn from the hub that this version was committed.
-            PeerLost, SourceStalled: rank 0 is gone or does not publish this version. This rank no longer offers it.
-            DestinationError: a device failed. A snapshot on the device may have been announced, and its number is used
-                up.
+            PeerLost, SourceStalled: rank 0 is gone or does not publish this version. This rank withdraws the version.
+            DestinationError: a device failed. A snapshot on the device may have been announced, so its version number
+                cannot be used again.
             PlanError: a tensor cannot be published, for example because its memory was freed. Nothing was published.
             Cancelled: the publisher was closed.
         """
@@ -319,7 +319,7 @@ class Publisher(Closeable):
     def _finish_decision(self) -> None:
         if self._pending is None:
             return
-        # The decision has a deadline, so this wait needs no timeout.
+        # No timeout is needed, because the decision has a deadline.
         _, pending = self._pending
         wait([pending])
         error = pending.exception()
@@ -332,7 +332,7 @@ class Publisher(Closeable):
     def _register_moved(self) -> None:
         if self._registered.follow(self._end_version):
             log.info("registered the parameters of %r again, because they moved", self.name)
-            # Planners find the layout by the digest that the hub lists, so report before the announcement.
+            # Report before the announcement, because planners find the layout by the digest that the hub lists.
             self.member.report_now()
             self._membership.look()
 
@@ -352,7 +352,7 @@ class Publisher(Closeable):
             else:
                 self._enter_open(PublisherState.DECIDING if strategy.is_two_phase else PublisherState.SERVING)
         except BaseException as error:
-            # Receivers would wait for missing rows until their stall deadline, and in live mode the parameters change.
+            # Withdraw the version. Receivers would wait for missing rows, and in live mode the parameters change.
             self._withdraw()
             if self._state is PublisherState.CLOSED and isinstance(error, PenstockError):
                 raise Cancelled("the publisher was closed") from error
@@ -383,7 +383,7 @@ class Publisher(Closeable):
             if self._announcements.is_withdrawn:
                 self._withdraw()
             else:
-                # After an error the version may still be committed, and receivers read it here.
+                # Keep serving the version after an error, because it may still be committed and receivers read it here.
                 self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
@@ -392,7 +392,7 @@ class Publisher(Closeable):
         return decision
 
     def wait_decision(self) -> PublishReport:
-        """Wait for the decision on the newest snapshot, and return its report. Raise the errors of `publish`."""
+        """Wait for the decision on the newest snapshot, and return its report. Raises the same errors as `publish`."""
         if self._pending is None:
             raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")
         report, pending = self._pending
@@ -447,15 +447,15 @@ class Publisher(Closeable):
         before = self._state
         if not self._enter(PublisherState.CLOSED):
             return
-        # Subscribers must learn of the withdrawal from this rank or from the hub before this process leaves.
+        # Withdraw first, because subscribers must learn of it from this rank or the hub before this process leaves.
         self._progress.cancel("the publisher was closed before the decision")
         if before is PublisherState.DECIDING and self.rank == 0 and self._pending is not None:
             wait([self._pending[1]], self._stall_s)
-        # The owner may free the memory after this call, so close it first.
+        # Close the registrations first, because the owner may free the memory after this call.
         self._registered.close()
         self.member.leave(0.0)
         self._membership.close()
-        # On another rank, `leave` has aborted a pending request to rank 0 for the decision.
+        # On ranks other than 0, `leave` has aborted a pending request to rank 0 for the decision.
         self._deciding.close()
 
 
@@ -478,21 +478,21 @@ def publisher(
 
     Args:
         name: name of the sync. One group of ranks publishes it.
-        params: a module, or tensors by name (whole tensors, DTensors, `Shard`s), as held by this rank. Each version has
-            the tensors that the object contains at that time. The tensors of a `state_dict()` do not follow their
-            module.
+        params: a module, or this rank's tensors by name (whole tensors, DTensors or `Shard`s). Each version has the
+            tensors that the object contains at the time of the publish. The tensors in a `state_dict()` do not follow
+            their module to new memory.
         connection: see `join`.
-        mode: with `snapshot`, receivers read a copy, which needs as much memory as the parameters, and `publish` waits
+        mode: with `snapshot`, receivers read a copy, which takes as much memory as the parameters, and `publish` waits
             only for the copy. With `live`, receivers read the parameters, and `publish` waits for the receivers. A live
             version is lost if no subscriber has it when `publish` returns.
         transforms: additional formats for tensors: a tag (`fp8-block128`, `cast:BF16`, ..., see `transform.formats`)
-            for the weights that checkpoints store in that format, or tags with patterns of names. The same on all
-            ranks.
-        keep_plain: whether the tensors with transforms are also offered unchanged.
+            for the weights that checkpoints store in that format, or tags with name patterns. Pass the same formats on
+            all ranks.
+        keep_plain: whether to offer transformed tensors also in their original form.
         rank: rank and number of trainer ranks, such as `(0, 8)`. None means the values of torch.distributed if it is
             initialised, and otherwise `(0, 1)`.
         snapshot_device: memory for snapshots: `device`, next to the parameters, or `cpu`, in pinned memory.
-        settings: limits of the buffers, and an arena for the parameters (`sync.PublisherSettings`).
+        settings: limits for the buffers, and whether to move the parameters to an arena (`sync.PublisherSettings`).
 
     Raises:
         PlanError: parameters cannot be declared or transformed, or there are none.
@@ -506,7 +506,7 @@ def publisher(
     settings = PublisherSettings.of(settings)
     if mode not in ("live", "snapshot") or snapshot_device not in ("device", "cpu") or not name:
         message = f"invalid publisher: name {name!r}, mode {mode!r}, snapshot_device {snapshot_device!r}"
-        raise ConfigError(message, hint="give a name, mode live or snapshot, and snapshot_device device or cpu")
+        raise ConfigError(message, hint="pass a name, mode 'live' or 'snapshot', and snapshot_device 'device' or 'cpu'")
     trainer_rank, world_size = rank_of(rank)
     options = OfferOptions(
         copies=snapshot_device if mode == "snapshot" else None,
@@ -519,7 +519,7 @@ def publisher(
     )
     registered = Registered(params, options)
     warn_of_state_dict(name, params)
-    # With several ranks, a rank may have no tensors. Subscribers detect if all ranks have none.
+    # One of several ranks may have no tensors. If all ranks have none, subscribers detect it.
     if registered.is_empty and world_size == 1:
         raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict with tensors")
     with contextlib.ExitStack() as stack:

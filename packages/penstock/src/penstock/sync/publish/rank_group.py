@@ -1,6 +1,6 @@
-"""The agreement between a trainer's ranks. Only one epoch publishes a name at a time. Its rank 0 decides on versions.
+"""How a trainer's ranks agree. Only one epoch at a time publishes under a name, and its rank 0 decides on versions.
 
-The epoch is the member id of its rank 0.
+An epoch is identified by the member id of its rank 0.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.waits import jitter
 
 
 def claim(membership: Membership) -> None:
-    """As rank 0, claim the name. Raise ConfigError for a live earlier group, or SourceStalled for a silent group."""
+    """Claim the name as rank 0. Raise ConfigError if an earlier group is alive, or SourceStalled if it is silent."""
     # The hub forgets a silent member after its TTL. The stall deadline covers a slow or restarted hub.
     within_s = membership.member.welcome.ttl_s + membership.stall_s
     deadline = time.monotonic() + within_s
-    # For each other group, the time of its last heartbeat when this rank first saw the group.
+    # Last heartbeat of each other group at the time when this rank first saw the group.
     first_seen: dict[str, float] = {}
     while True:
         others = _earlier(membership, membership.look())
@@ -39,7 +39,7 @@ def claim(membership: Membership) -> None:
             raise SourceStalled(
                 f"{others[0].called} holds the name {membership.name!r} and has been silent for {within_s:g} s",
                 uri=f"penstock:{others[0].member}",
-                hint="end that process, or publish under a different name",
+                hint="terminate that process, or publish under a different name",
             )
         _pause(membership)
 
@@ -50,8 +50,8 @@ def _pause(membership: Membership) -> None:
 
 
 def check_alone(membership: Membership) -> None:
-    """Raise ConfigError if an earlier live group publishes the name. If the hub is away, do nothing."""
-    # Two groups that could not detect each other at the start must not both continue.
+    """Raise ConfigError if an earlier group that is alive publishes the name. Do nothing if the hub is unavailable."""
+    # If two groups could not detect each other at the start, the later group must stop.
     for other in _earlier(membership, membership.look()):
         raise _taken(membership.name, other)
 
@@ -62,7 +62,7 @@ def _taken(name: str, other: SyncMember) -> ConfigError:
 
 
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
-    """As another rank, return the epoch `now` while its rank 0 is alive, or else the newest epoch without this rank.
+    """Return the epoch for a rank above 0: `now` while its rank 0 is alive, or else the newest without this rank.
 
     Raise ConfigError if every epoch already has this rank, or SourceStalled if no rank 0 joined.
     """
@@ -76,7 +76,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
         # Ranks of an old trainer must not mix with a restarted trainer of a different size.
         same = [zero for zero in zeros if zero.state.world_size == world_size and zero.state.epoch == zero.member]
         rivals = []
-        # A restarted trainer is listed twice until the hub drops the old epoch, so try the newest epoch first.
+        # Try the newest epoch first, because the hub lists a restarted trainer twice until it drops the old epoch.
         for zero in sorted(same, key=lambda zero: -zero.since):
             rival = _holder(membership, members, zero.member, rank)
             if rival is None and not membership.is_gone(zero):
@@ -86,7 +86,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
         if time.monotonic() > deadline:
             if rivals:
                 message = f"rank {rank} of {membership.name!r} is already published by {rivals[0].called}"
-                raise ConfigError(message, hint="give every process of the trainer a different rank")
+                raise ConfigError(message, hint="pass a different rank in every process of the trainer")
             message = f"no rank 0 of {world_size} ranks published {membership.name!r} in {stall_s:g} s"
             hint = "start all ranks of the trainer with the same world_size, including rank 0"
             raise SourceStalled(message, hint=hint)
@@ -94,7 +94,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
 
 
 def begins_after(membership: Membership, epoch: str, rank: int) -> int:
-    """On a rank other than 0, ask rank 0 for its last version. This rank publishes higher versions only."""
+    """Ask rank 0 for its last version, on a rank other than 0. This rank then publishes only higher versions."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     deadline = time.monotonic() + stall_s
     while True:
@@ -108,7 +108,7 @@ def begins_after(membership: Membership, epoch: str, rank: int) -> int:
 
 
 class FirstVersions:
-    """The version above which each rank publishes, held by rank 0 so that all ranks begin consistently. Thread-safe."""
+    """The version that each rank's first version must exceed, held by rank 0 for all ranks. Thread-safe."""
 
     def __init__(self, newest: Callable[[], int]) -> None:
         self._newest = newest
@@ -117,23 +117,23 @@ class FirstVersions:
         self._members: dict[int, str] = {}
 
     def begin(self, latest: int) -> None:
-        """Set the newest version of all members outside this group."""
+        """Set the newest version that members outside this group have."""
         with self._changed:
             self._latest = latest
             self._changed.notify_all()
 
     def of(self, rank: int, member: str, wait_s: float) -> int:
-        """Return the version above which a process publishes. Raise NotFound if rank 0 does not own the name yet."""
+        """Return the version that a process must exceed. Raise NotFound if rank 0 does not own the name yet."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
                 raise NotFound("rank 0 does not own the name yet")
-            # A replaced process may have published every version that rank 0 has published.
+            # Start a replacement after rank 0's newest version, because the replaced process may have published it.
             is_first = self._members.setdefault(rank, member) == member
             return self._latest if is_first else max(self._latest, self._newest())
 
 
 def decided(membership: Membership, epoch: str, version: int) -> Decision:
-    """As another rank, return rank 0's decision about a version. Raise PeerLost or SourceStalled without a decision."""
+    """Return rank 0's decision on a version to another rank. Raise PeerLost or SourceStalled if there is none."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     since = time.monotonic()
     while True:
@@ -145,7 +145,7 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if decision.is_over:
             return decision
-        # Rank 0 enforces the deadlines of a version that has begun, which may be hours.
+        # Rank 0 enforces the deadlines of a version that has begun, which may be hours away.
         if decision.is_begun:
             since = time.monotonic()
         elif time.monotonic() - since > stall_s:
@@ -157,7 +157,7 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
 
 
 def recorded(membership: Membership, decision: FleetDecision, within_s: float) -> FleetDecision:
-    """As rank 0, record a decision at the hub. Return the recorded decision, which may be an earlier one."""
+    """Record a decision at the hub as rank 0. Return the recorded decision, which may be an earlier decision."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -195,7 +195,7 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Expected:
-    """A subscriber for which a publish waits."""
+    """A subscriber that a publish waits for."""
 
     progressed: float
     moved_bytes: int = -1
@@ -203,7 +203,7 @@ class _Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTerms:
-    """The terms of a two-phase commit. See `Publisher.publish`."""
+    """The options of a two-phase commit. See `Publisher.publish`."""
 
     timeout_s: float
     stragglers: Stragglers
@@ -249,7 +249,7 @@ class SubscriberProgress:
     def begin(self, version: int, expected: Iterable[str]) -> None:
         """Begin to wait for the expected subscribers of a version."""
         now = time.monotonic()
-        # A subscriber that was late once must not delay every version by the stall deadline.
+        # Leave out subscribers that were late, because they would delay every version by the stall deadline.
         present = [member for member in expected if member not in self.absent]
         self._add(version, _VersionProgress({member: _Expected(now) for member in present}))
 
@@ -272,7 +272,7 @@ class SubscriberProgress:
         """Record a receiver's request for its part, which proves that the receiver is alive."""
         with self._changed:
             self.absent.discard(member)
-            # The request may name no version, so it counts for every version.
+            # The request counts for every version, because it may not name one.
             for state in self._versions.values():
                 if member in state.expected:
                     state.expected[member].progressed = time.monotonic()
@@ -284,7 +284,7 @@ class SubscriberProgress:
             # A receiver that failed before it knew the version number reports -1.
             newest = next(reversed(self._versions), -1)
             state = self._versions.get(progress.version if progress.version >= 0 else newest)
-            # Other ranks may have acted on the decision, so later reports change nothing.
+            # Ignore reports after the decision, because other ranks may have acted on it.
             if state is None or state.is_over:
                 return
             expected = state.expected.get(member)
@@ -307,19 +307,19 @@ class SubscriberProgress:
                 self._changed.notify_all()
 
     def cannot_wait(self, member: str, version: int) -> None:
-        """Record that a subscriber has no staging copy in which a version could wait for its decision."""
+        """Record that a subscriber has no staging copy in which a version could wait for the decision."""
         why = "it cannot keep a version staged, because its mode is direct or its release is older"
         self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
 
     def cancel(self, why: str) -> None:
-        """Abort the wait for undecided versions. A version with a two-phase commit is withdrawn."""
+        """Abort the wait for undecided versions. Versions with a two-phase commit are withdrawn."""
         with self._changed:
             for state in self._versions.values():
                 state.cancelled = state.cancelled or why
             self._changed.notify_all()
 
     def wait_decision(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
-        """Return the verdict on a version with a two-phase commit, by its deadline."""
+        """Return the verdict on a version with a two-phase commit at its deadline at the latest."""
         with self._changed:
             state = self._versions[version]
         assert state.ballot is not None
@@ -345,13 +345,13 @@ class SubscriberProgress:
                         state.ballot = state.ballot.reported(member, "gone", "its process is gone")
 
     def _silent_after(self, state: _VersionProgress, wait_s: float) -> list[str]:
-        """Wait for a change. Return subscribers without recent progress. The caller probes them without the lock."""
+        """Wait for a change. Return subscribers without recent progress, which the caller probes without the lock."""
         self._changed.wait(wait_s)
         silent_since = time.monotonic() - self._probe_s
         return [name for name, expected in state.expected.items() if expected.progressed < silent_since]
 
     def settle(self, version: int, verdict: Verdict, decision: FleetDecision) -> Decision:
-        """Respond to requests with the recorded decision on a version from now on."""
+        """From now on, reply to requests with the recorded decision on a version."""
         with self._changed:
             state = self._versions[version]
             state.fleet = decision
@@ -363,7 +363,7 @@ class SubscriberProgress:
             return state.decision()
 
     def decide_s(self, version: int) -> float | None:
-        """Return the maximum number of seconds until the decision on a version. None means no decision is pending."""
+        """Return the maximum seconds until the decision on a version, or None if no decision is pending."""
         with self._changed:
             state = self._versions.get(version)
             if state is None or state.ballot is None or state.is_over:
@@ -376,7 +376,7 @@ class SubscriberProgress:
             self._check = version, values
 
     def check_of(self, version: int) -> bytes:
-        """Return the values for checks of a version, or no bytes if there are none or the version is not the newest."""
+        """Return the values for checks of the newest version, or no bytes if there are none or the version is older."""
         with self._changed:
             return self._check[1] if self._check[0] == version else b""
 
@@ -388,7 +388,7 @@ class SubscriberProgress:
             return decision if decision is not None and decision.outcome == "withdrawn" else None
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
-        """Wait until every expected subscriber is done, gone, or without progress. Raise Cancelled after `cancel`."""
+        """Wait until every expected subscriber has finished, left or stalled. Raise Cancelled after `cancel`."""
         with self._changed:
             state = self._versions[version]
         while True:
@@ -413,7 +413,7 @@ class SubscriberProgress:
                             state.failed[member] = "its process is gone"
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return the decision on a version when it is over, or its progress after `wait_s` seconds."""
+        """Return the decision when a version is decided, or the progress after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:

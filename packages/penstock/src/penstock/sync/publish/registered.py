@@ -1,4 +1,4 @@
-"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`, created again when tensors moved."""
+"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`, created again if tensors move."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declara
 
 
 class Registered(Closeable):
-    """The tensors of one rank, registered for receivers. `follow` registers the tensors again after they moved."""
+    """The tensors of one rank, registered for reads by receivers. `follow` registers tensors again after they moved."""
 
     layout: Layout
     digest: str
@@ -85,7 +85,7 @@ class Registered(Closeable):
             to_arenas(params)
         self._rows = declared(params)
         self._placed = Placed(params)
-        # A process with an invalid offer must not join a fleet, so create the offer before registering.
+        # Create the offer before registering, because a process with an invalid offer must not join a fleet.
         self._offer: Offer | None = self._make_offer()
 
     def register(self, member: Member) -> None:
@@ -111,7 +111,7 @@ class Registered(Closeable):
 
     @property
     def offer(self) -> Offer:
-        """Return the offer. Call this after `follow`, which raises an error if there is no offer."""
+        """Return the offer. Call this only after `follow` has succeeded."""
         assert self._offer is not None
         return self._offer
 
@@ -125,7 +125,7 @@ class Registered(Closeable):
         return self._registration
 
     def connect(self, sync: Membership, *, rank: int) -> None:
-        """Join the ranks' exchange if a format quantises in blocks. Call this before the first version."""
+        """Join the boundary exchange if a format quantises in blocks. Call this before the first version."""
         world_size = self._options.world_size
         self._connect = lambda offer: offer.connect(sync, rank=rank, world_size=world_size)
         self._connect(self.offer)
@@ -136,7 +136,7 @@ class Registered(Closeable):
         Raises:
             ConfigError: names, dtypes or shapes changed. The old registration stays.
             PlanError: a tensor cannot be declared. The old registration stays.
-            PenstockError: see `publisher`. Nothing is registered then, and the next call retries.
+            PenstockError: see `publisher`. Nothing is registered, and the next call retries.
         """
         registration = self._registration
         is_there = registration is not None and registration.storages.are_there()
@@ -144,7 +144,7 @@ class Registered(Closeable):
             return False
         rows = declared(self._params)
         require_same(self._rows, rows)
-        regions_of(rows)  # raises for tensors without memory
+        regions_of(rows)  # raises an error for tensors without memory
         if is_there and _are_in_place(self._rows, rows):
             # The objects are new but their memory is the same, for example after FSDP2 has resharded the parameters.
             self._placed.refresh()
@@ -152,7 +152,7 @@ class Registered(Closeable):
         if registration is not None:
             before_end()
             registration.close()
-        # A device rarely has memory for two copies, so drop all references to the old copy.
+        # Drop all references to the old copy, because a device rarely has memory for two copies.
         self._registration = registration = self._offer = None
         if self._options.arena:
             to_arenas(self._params)
@@ -181,7 +181,7 @@ class Registered(Closeable):
             options, links = self._options, self._member.links
             memories: tuple[Memory, ...] = (*offer.memories, *offer.filled)
             layout = layout_of(offer.rows, self._member.id, "", memories)
-            # A planner that knows the old layout must not reuse its descriptors, so change the address.
+            # Change the address, so that a planner that knows the old layout does not reuse its descriptors.
             address = secrets.token_hex(8)
             snapshot: VersionSnapshot | None = None
             if options.copies is None:
@@ -200,7 +200,7 @@ class Registered(Closeable):
                 )
                 stack.callback(snapshot.close)
                 local_version = snapshot.local_version
-            # At a receiver's first request, engines and a live publish would wait for the warm-up.
+            # Warm up now, because at a receiver's first request, engines and a live publish would wait for it.
             local_version.regions.warm_up()
             if self._connect is not None:
                 self._connect(offer)
@@ -217,7 +217,7 @@ class Registered(Closeable):
 
 
 def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
-    """Raise ConfigError unless these are the same boxes of the same tensors. Strides and addresses may differ."""
+    """Raise ConfigError unless the rows are the same regions of the same tensors. Strides and addresses may differ."""
     were, are = ({(row.name, row.form.values) for row in rows} for rows in (before, now))
     if were == are:
         return

@@ -1,4 +1,4 @@
-"""The states of a publisher, and the permitted transitions."""
+"""The states of a publisher, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEXT: Mapping[PublisherState, frozenset[PublisherState]] = {
     _S.SHOWING: frozenset({_S.WAITING, _S.DECIDING, _S.SERVING, _S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
     _S.WAITING: frozenset({_S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
     _S.DECIDING: frozenset({_S.SERVING, _S.WITHDRAWN, _S.CLOSED}),
-    # If the parameters moved, the copy must be made again, so the state returns to `IDLE`.
+    # If the parameters moved, the copy must be made again, so the publisher returns to `IDLE`.
     _S.SERVING: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.WITHDRAWN: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.CLOSED: frozenset(),

@@ -1,4 +1,4 @@
-"""How a rank publishes a version: each subscriber goes live independently, or the fleet decides once for all."""
+"""Strategies of a rank that publishes: each subscriber goes live independently, or rank 0 decides for all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.sync.publish.registered import Registered
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainerRank:
-    """The state of a rank that every strategy uses."""
+    """The parts of a publisher rank that every strategy uses."""
 
     rank: int
     membership: Membership
@@ -40,24 +40,24 @@ class TrainerRank:
         return [other.member for other in members if other.state.side == "subscriber"]
 
     def decided(self, version: int) -> Decision:
-        """As another rank, return rank 0's decision."""
+        """Return rank 0's decision to another rank."""
         decision = rank_group.decided(self.membership, self.announcements.epoch, version)
         if decision.fleet is not None:
             self.announcements.decided(decision.fleet)
         return decision
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
-        """Let receivers read the parameters or a copy, and return the seconds of the copy."""
+        """Let receivers read the parameters or a copy, and return how many seconds the copy took."""
         registered, offer, epoch = self.registered, self.registered.offer, self.announcements.epoch
         local_version, snapshot = registered.local_version, registered.snapshot
-        # A host copy contains the tagged rows too, so they must be complete before the copy.
+        # Fill the tagged rows first, because a copy in host memory contains them too.
         if snapshot is not None and offer.is_copied:
             offer.fill(version, epoch, lambda rows: None, stall_s=self.stall_s)
         copy_s = 0.0
         if snapshot is None:
             local_version.begin(version, metadata)
             local_version.ready(offer.plain_rows)
-            # The map must not mark rows as unready, or receivers would request digests before every read.
+            # Wait for the rows, because receivers would otherwise request digests before every read.
             local_version.settle(self.stall_s)
             self.announcements.begin(version)
         else:
@@ -68,13 +68,13 @@ class TrainerRank:
                 announce=partial(self.announcements.begin, version),
                 stall_s=self.stall_s,
             )
-        # Receivers read the plain rows while the tagged rows are filled, and wait only for the tagged rows they need.
+        # Receivers read rows without a tag while tagged rows are filled, and wait only for the tagged rows they need.
         if not offer.is_copied:
             offer.fill(version, epoch, partial(local_version.ready, is_written=True), stall_s=self.stall_s)
         return copy_s
 
     def end_reads(self) -> None:
-        """End all reads of the version from this rank, and announce the end."""
+        """Invalidate reads of the version from this rank, and announce that it is no longer readable."""
         with contextlib.suppress(StaleDescriptor):
             self.registered.local_version.fence()
         self.announcements.end()
@@ -94,7 +94,7 @@ class OnePhase:
         return self._rank.show(version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Wait until every subscriber that was known at the start is done, late or gone."""
+        """Wait until every subscriber that was known at the start has finished, is late or is gone."""
         rank = self._rank
         if rank.rank != 0:
             return rank.decided(version)
@@ -111,14 +111,14 @@ class TwoPhase:
     _terms: CommitTerms
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
-        """Let receivers read a version, and return the seconds of its copy. Withdraw the version on an error."""
+        """Let receivers read a version, and return the seconds of its copy. If this fails, withdraw the version."""
         if self._rank.rank == 0:
             self._rank.progress.begin_two_phase(version, self._rank.subscribers(), self._terms)
         with self._withdrawn_on_error(version):
             return self._rank.show(version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Return the recorded decision. Raise HubUnavailable if it is unknown whether the hub recorded the commit."""
+        """Return the recorded decision. Raise HubUnavailable if the hub may or may not have recorded the commit."""
         rank = self._rank
         if rank.rank != 0:
             return rank.decided(version)
@@ -131,7 +131,7 @@ class TwoPhase:
         rank = self._rank
         proposal = verdict.decision(rank.announcements.epoch, version)
         try:
-            # Without a recorded commit no subscriber goes live, so the record of a withdrawal is optional.
+            # A withdrawal need not be recorded, because no subscriber goes live without a recorded commit.
             return rank_group.recorded(rank.membership, proposal, rank.stall_s if verdict.is_commit else 0.0)
         except PenstockError as error:
             if not verdict.is_commit:
@@ -153,7 +153,7 @@ class TwoPhase:
         except BaseException as error:
             if self._rank.rank == 0:
                 verdict = Verdict(is_commit=False, why=f"rank 0 failed: {str(error) or type(error).__name__}")
-                # A subscriber may know that this number was withdrawn, so the number is used up.
+                # Do not reuse the number, because a subscriber may know that this version was withdrawn.
                 self._rank.announcements.version = version
                 self._settle(version, verdict, verdict.decision(self._rank.announcements.epoch, version))
             raise

@@ -1,6 +1,6 @@
-"""A publisher's tensors under tags. They are quantised or cast into separate memory, in addition to the parameters.
+"""A publisher's tagged tensors, which are quantised or cast into separate memory in addition to the parameters.
 
-A rank owns the blocks that begin in its shard. It quantises a block that crosses the edge of the shard in a boundary
+A rank owns the blocks that begin in its shard. A block that crosses the edge of the shard is quantised in a boundary
 buffer, with elements from other ranks.
 """
 
@@ -63,7 +63,7 @@ class _Batch:
 
 
 def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
-    """Choose rows and formats by names, dtypes and shapes alone, so that all ranks make the same choice."""
+    """Choose rows and formats only by names, dtypes and shapes, so that all ranks make the same choice."""
     patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     chosen = []
     for tag, patterns in patterns_of.items():
@@ -74,7 +74,7 @@ def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ..
             if not kept_plain[row.name]:
                 shape, box = row.form.shape, row.form.box
                 if form.global_suffix and box != Box.full(shape):
-                    # The scale needs the maximum over all ranks, but the ranks only exchange elements.
+                    # The scale depends on the maximum over all ranks, but ranks exchange only elements.
                     message = f"{tag} has one scale for the whole tensor, but this rank has only a part of it"
                     raise PlanError(message, tensor=row.name, hint="gather the tensor, or use another format")
                 chosen.append(Chosen(row=row, form=form, owned=owned(form, shape, box)))
@@ -97,7 +97,7 @@ def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[st
 
 
 class Transformed:
-    """Memory for the codes and scales of the chosen rows, which each publish fills from views of the parameters."""
+    """Memory for the codes and scales of the chosen rows. Each publish fills it from the parameters."""
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
         mine, parts, boundary = _lay_out(chosen)
@@ -110,7 +110,7 @@ class Transformed:
             row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
             for (choice, part), tensor in zip(parts, tensors, strict=True)
         )
-        # A row may be chosen in several formats, so the row's name is not a unique key.
+        # The key is the choice and not the row's name, because a row may be chosen in several formats.
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for (choice, edge), buffer in zip(boundary, buffers, strict=True):
             by_chosen.setdefault(id(choice), []).append((edge, buffer))
@@ -120,11 +120,11 @@ class Transformed:
             job.source.device for batch in self._batches for fusion in batch.fusions for job in fusion.jobs[:1]
         }:
             if device.type == "cuda":
-                # The kernels' tables were copied on the current stream, but `fill` may run on another stream.
+                # The kernels' tables were copied on the current stream. Wait, because `fill` may use another stream.
                 torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
-        """Quantise the current parameters, layer by layer. Call this after the boundary buffers were filled."""
+        """Quantise the current parameters, layer by layer. The boundary buffers must already be filled."""
         fill(self._batches, ready, stall_s=stall_s, work="batch of quantising")
 
 
@@ -216,7 +216,7 @@ def _batches(
         return _Batch(np.array(rows, np.int64), tuple(copies), fusions)
 
     for choice in mine:
-        # The outputs are codes alone, codes and scales, or codes, scales and the tensor's global scale.
+        # The outputs are codes and, depending on the format, scales and the tensor's global scale.
         count = 1 if choice.form.scaling == "none" else 3 if choice.form.global_suffix else 2
         outs = tensors[first : first + count]
         key = choice.form.tag, choice.row.tensor.device

@@ -1,18 +1,18 @@
 """The flip: the steps that make a version live. Their order is the same for staged, direct and restored versions.
 
-1. Wait until the leases end. New readers wait.
-2. Call the hook `before_pause`. If the hook raises an error, the engine continues.
+1. Wait until all leases of readers end. New readers wait.
+2. Call the hook `before_pause`. If the hook raises an error, the engine continues to serve.
 3. Withdraw the live version, because peers must not read bytes that are about to change.
-4. Check that the tensors are in place, because the hook may restore offloaded weights.
+4. Check that the tensors did not move, because the hook may restore offloaded weights.
 5. Move the bytes from the staging copy, from the sources, or from a stored version.
 6. Install: permute, cast, and run the loader.
-7. Record the version as live, whatever a later hook does.
+7. Record the version as live, even if a later hook raises an error.
 8. Call `at_commit` before requests resume, because caches of the old weights must not be used with the new weights.
-9. Serve the version to peers and admit readers, before the last hook, which may run requests or raise an error.
+9. Serve the version to peers and admit readers. This precedes the last hook, which may run requests or raise an error.
 10. Call `after_resume`.
 
-If a step after step 2 fails before a byte of the target was written, the previous version is served again and the
-engine resumes with it. Otherwise the target is dirty, or still released.
+If a later step than step 2 fails before a byte of the target was written, the previous version is served again and the
+engine resumes with it. If it fails after that, the target is dirty, or still released.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Pause = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flipped:
-    """A version after its flip, with the durations in seconds."""
+    """A version that a flip made live, with the durations in seconds."""
 
     staged: Staged
     pause_s: float = 0.0
@@ -44,7 +44,7 @@ class Flipped:
 
 @dataclass(eq=False)
 class FlipOrder:
-    """The steps of each flip of a subscriber. `on_live` is called before the engine learns of a new version."""
+    """The steps of a subscriber's flips. `on_live` is called before hooks report a new version to the engine."""
 
     states: SubscriberStates
     update_loop: UpdateLoop
@@ -53,14 +53,14 @@ class FlipOrder:
     on_live: Callable[[], None]
     report_now: Callable[[], None]
 
-    # The running flip: the state to return to, and the time at which the engine was paused.
+    # For the running flip: the state to return to, and the time at which the engine was paused.
     previous: SubscriberState = S.IDLE
     paused_at: float | None = None
 
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
-        """Make a version live. `move_bytes` moves its bytes to the target.
+        """Make a version live. `move_bytes` moves the version's bytes to the target.
 
-        `move_bytes` calls its argument before it writes. A PenstockError with `mutated` means that it wrote.
+        `move_bytes` calls its argument before it writes. If it raises a PenstockError with `mutated`, it has written.
         """
         self.previous, self.paused_at = self.states.now, None
         try:
@@ -103,7 +103,7 @@ class FlipOrder:
             took_s=now - staged.begun,
             pause_s=now - begun,
         )
-        # An engine may restore the weights that it had before the first version.
+        # After a restore, the version may be -1: the weights that the engine had before the first version.
         self.states.enter(S.LIVE if staged.version >= 0 else S.IDLE, live)
         if staged.origin == "sync":
             self.update_loop.note_live()
@@ -117,7 +117,7 @@ class FlipOrder:
 
     def _give_up(self, error: BaseException) -> None:
         known = error if isinstance(error, PenstockError) else None
-        # An interrupt or a foreign error does not show whether bytes were written.
+        # Assume that bytes were written after an interrupt or an error of another class, which do not tell.
         if self.states.now is S.FLIPPING and (known is None or known.mutated):
             self.states.enter(S.WRITING)
         if self.states.now is S.WRITING:
@@ -135,7 +135,7 @@ class FlipOrder:
         states.enter(self.previous if self.previous in (S.STAGED, S.PREPARED) else states.at_rest)
         if states.at_rest in (S.DIRTY, S.RELEASED):
             return
-        # Without a live version the engine has weights from elsewhere, such as files.
+        # Serve only a live version. Without one, the engine has weights from elsewhere, such as files.
         if states.is_current and states.version >= 0:
             self.update_loop.serve()
         self.leases.open_to_readers()

@@ -18,7 +18,7 @@ from penstock.types import TensorTable
 
 @dataclass(eq=False)
 class FollowedTarget:
-    """A target, and the places of its tensors when its requirements were made."""
+    """A target, and where its tensors were when its requirements were determined."""
 
     target: Target
     load: Load | None
@@ -28,16 +28,16 @@ class FollowedTarget:
         self._tensors: torch.nn.Module | Mapping[str, Declarable] = {}
         self._checkpoint = ""
         self._placed: Placed | None = None
-        self._unfilled: set[str] = set()  # tensors that no version fills, which may move
+        self._unfilled: set[str] = set()  # tensors that no version fills, so they may move
 
     def requirements(self, table: TensorTable, tags: Mapping[str, str]) -> Requirements:
         """Return the requirements of the target's current tensors. Raises the same errors as `requirements_for`."""
         checkpoint = layout_digest(table)
-        # A function is called once for each checkpoint, and its tensors may have moved since.
+        # Call a function only once for each checkpoint. Its tensors may have moved since.
         if isinstance(self.target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
             self._tensors, self._checkpoint = tensors_of(self.target, table), checkpoint
         requirements = requirements_for(self._tensors, table, self.load, strict=self.strict, tags=tags)
-        # An empty dict receives its tensors later, and the user may replace them in the dict.
+        # Watch the dict itself. An empty dict receives tensors later, and the user may replace tensors in a dict.
         self._placed = Placed(self._tensors, self.target if isinstance(self.target, Mapping) else None)
         filled = requirements.storages()
         self._unfilled = {
@@ -48,8 +48,8 @@ class FollowedTarget:
         return requirements
 
     def moved(self) -> list[str]:
-        """Return the names of tensors that a version fills and that moved."""
-        is_empty = isinstance(self.target, Mapping) and not self.target  # filled with the first version
+        """Return the names of the moved tensors among those that a version fills."""
+        is_empty = isinstance(self.target, Mapping) and not self.target  # the first version adds its tensors
         if is_empty or self._placed is None or self._placed.is_same():
             return []
         moved = [name for name in self._placed.moved() if name not in self._unfilled]

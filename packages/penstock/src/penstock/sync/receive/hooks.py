@@ -18,7 +18,7 @@ Around = Literal["before_pause", "at_commit", "after_resume"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """The callbacks of an engine around an update. Each receives the version."""
+    """The callbacks of an engine around an update. Each callback receives the version."""
 
     before_read: Callable[[int, Mapping[str, str]], object] | None = None
     """Called with the version and its metadata before a byte is read. It raises an error to refuse the version."""
@@ -34,7 +34,7 @@ class Hooks:
     it."""
 
     def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
-        """Call a callback, if it is set. Add a note to its errors, see `noted`.
+        """Call a callback, if it is set. If it raises an error, add a note, see `noted`.
 
         `live` is the version in the target, or -1. `is_dirty` means that the target has parts of several versions.
         """
@@ -47,7 +47,7 @@ class Hooks:
 
 @contextlib.contextmanager
 def noted(name: str, version: int, state: str) -> Iterator[None]:
-    """Add a note with the callback's name and the target's state to an error, which keeps its class."""
+    """Add a note with the callback's name and the target's state to an error, without changing its class."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
 """Leases on the live version. A flip waits while a reader holds a lease.
 
-A reader uses one version from the start to the end of its lease, or raises an error.
+A reader sees one version from the start to the end of its lease, or gets an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Leases:
         self._live = live
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._ends: dict[int, float] = {}  # time at which each lease expires
+        self._ends: dict[int, float] = {}  # expiry time of each lease by its number
         self._is_closed_to_readers = False
 
     @contextlib.contextmanager
     def lease(self, version: int | None, ttl_s: float) -> Iterator[int]:
-        """Lease the live version during the block, for at most `ttl_s` seconds. See `Subscriber.pinned`."""
+        """Hold a lease on the live version during the block, for at most `ttl_s` seconds. See `Subscriber.pinned`."""
         deadline = time.monotonic() + ttl_s
         with self._changed:
             while self._is_closed_to_readers and (left := deadline - time.monotonic()) > 0:
@@ -36,7 +36,7 @@ class Leases:
                 why = "there is none" if live < 0 else f"version {live} is"
                 why = "another version is being installed" if self._is_closed_to_readers else why
                 wanted = "a version" if version is None else f"version {version}"
-                raise VersionNotLive(f"{wanted} is not live: {why}", live=live, hint="update, or ask another replica")
+                raise VersionNotLive(f"{wanted} is not live: {why}", live=live, hint="update, or use another replica")
             number = next(self._numbers)
             self._ends[number] = time.monotonic() + ttl_s
         try:

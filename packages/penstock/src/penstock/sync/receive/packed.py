@@ -1,4 +1,4 @@
-"""The reader's side of packing: the leases of the buffers that it reads, and counts of packed runs."""
+"""The reader's side of packing: the leases of the buffers that it reads, and counters for packed runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Packing(Protocol):
     """A link to a source that packs short runs. See `LocalVersion`."""
 
     def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
-        """Release the leases in `release`, and return a buffer with these strips of the map's version."""
+        """Release the leases in `release`, and return a buffer with these strips from the map's version."""
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend some leases and end others."""
+        """Extend the leases in `keep`, and end the leases in `release`."""
 
 
 @dataclass(slots=True)
@@ -34,13 +34,13 @@ class ShortRuns:
     """The short runs from one source that the rule in `plan.packing` selects for packing."""
 
     packed_bytes: int = 0
-    num_runs: int = 0  # runs in the packed bytes
+    num_runs: int = 0  # runs that were packed
     num_reads: int = 0  # of buffers
     why: str = ""
 
 
 class BufferLeases(Closeable):
-    """The leases of buffers that a transfer is reading. A thread renews them at the sources until `is_over`."""
+    """The leases of buffers that a transfer is reading. A thread renews the leases at the sources until `is_over`."""
 
     def __init__(self, is_over: Callable[[], bool], threads: KeptThreads | None) -> None:
         self.is_over = is_over
@@ -63,7 +63,7 @@ class BufferLeases(Closeable):
             self._open[link].discard(lease)
 
     def _renew_all(self) -> None:
-        # A source that hangs must not delay the others, so each source has one thread and one request at a time.
+        # Use one thread and one request at a time per source, because a source that hangs must not delay others.
         busy: set[Packing] = set()
         while not self._closed.wait(KEEP_S):
             with self._lock:
@@ -74,7 +74,7 @@ class BufferLeases(Closeable):
                 busy.add(link)
                 renew = partial(_renew, link, leases, busy)
                 if start_call(renew, "penstock-lease", self._threads, is_needed=False) is None:
-                    busy.discard(link)  # the lease expires only after three more failures
+                    busy.discard(link)  # the lease expires only after three more failed attempts
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
@@ -87,7 +87,7 @@ class BufferLeases(Closeable):
 
 def _renew(link: Packing, leases: tuple[str, ...], busy: set[Packing]) -> None:
     try:
-        # The read from an unreachable source reports the failure.
+        # Ignore errors, because the read from an unreachable source reports the failure.
         with contextlib.suppress(PenstockError):
             link.hold_packed(leases, ())
     finally:

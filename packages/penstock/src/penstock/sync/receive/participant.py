@@ -1,4 +1,4 @@
-"""A subscriber's part in the commit of a version: its check and vote, and its wait for the fleet's decision."""
+"""A subscriber's part in a commit: the check of a version, the vote, and the wait for the fleet's decision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.timing import Timing
 
 @dataclass(eq=False)
 class Participant:
-    """A subscriber as a participant in its fleet's commits. `check_open` raises Cancelled once it is closed."""
+    """A subscriber that takes part in fleet commits. `check_open` raises Cancelled if the subscriber is closed."""
 
     membership: Membership
     update_loop: UpdateLoop
@@ -66,26 +66,26 @@ class Participant:
                 by=self.membership.member.id,
                 why=why[:MAX_REASON_CHARS],
             )
-            # A version that failed a check does not go live here, whatever the fleet decides.
+            # A version that failed its check never goes live here, even if the fleet commits it.
             self.update_loop.note_decision(decision)
             raise refusal(self.membership.name, decision) from cause
 
     def require_unaltered(self, staged: Staged) -> None:
-        """Raise ConfigError if the staged bytes changed after the check."""
+        """Raise ConfigError if the staged bytes have changed since the check."""
         if self.check is not None and (altered := self.update_loop.altered()):
             raise ConfigError(
                 f"the staged weights of {names_text(altered)} changed after the check of version {staged.version}",
-                hint="keep no result of call() in the check and no state in the module, and call update() again",
+                hint="do not store results of call() in the check or state in the module, and call update() again",
             )
 
     def await_commit(self, staged: Staged, decide_by: float) -> None:
         """Wait until the fleet has decided to commit a version.
 
-        Raise VersionRefused if it was withdrawn, StaleDescriptor if later versions are decided, or SourceStalled.
+        Raise VersionRefused for a withdrawn version, StaleDescriptor if later versions are decided, or SourceStalled.
         """
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
-        # Rank 0 may need up to the stall deadline to record the decision.
+        # Add the stall deadline, because rank 0 may need this time to record the decision.
         limit_s = max(0.0, decide_by - begun) + self.membership.stall_s
         questions = learn(begun, limit_s=limit_s, stall_s=self.membership.stall_s)
         question = next(questions)
@@ -103,10 +103,10 @@ class Participant:
         if isinstance(decision, Undecided):
             if decision.is_past:
                 raise StaleDescriptor(
-                    f"version {version} of {name!r} is past, because later versions are decided", hint="update again"
+                    f"version {version} of {name!r} is outdated, because later ones are decided", hint="call update()"
                 )
             message = f"cannot learn the fleet's decision on version {version} of {name!r}"
-            message = f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub answers"
+            message = f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub replies"
             raise SourceStalled(message, hint="the previous version stays live, so call commit() or update() again")
         self.update_loop.note_decision(decision)
         if decision.outcome == "withdrawn":
@@ -123,7 +123,7 @@ class Participant:
             return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
-        # Rank 0 forgets a version after many later versions.
+        # Rank 0 forgets a version after many later versions, so treat an unknown version as gone.
         return DecisionReply(at=time.monotonic(), decision=reply.fleet, kind="open" if reply.is_begun else "gone")
 
     def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
@@ -137,7 +137,7 @@ class Participant:
         return DecisionReply(at=time.monotonic(), decision=reply.decision, kind="past" if reply.is_past else "silent")
 
     def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
-        """Return the terms of a version when this subscriber plans for another receiver. See `Planner`."""
+        """Return the terms for reading a version when this subscriber plans for another receiver. See `Planner`."""
         known = self.update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
             return Withdrawn(version=version, epoch=epoch, decision=known)

@@ -1,4 +1,4 @@
-"""The memory of a target while its engine sleeps, and versions that are restored from outside the sync."""
+"""A target's memory while the engine sleeps, and versions that are restored from outside the sync."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LISTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """A version outside the sync, for `Subscriber.restore`."""
+    """A version stored outside the sync, for `Subscriber.restore`."""
 
     version: int
     weights: str | Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -53,7 +53,7 @@ class StoredVersion:
     for example from a weight cache (`attach`) or a fleet (`join`)."""
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors. Tensors from a URI are on `device`."""
+        """Yield the names and tensors. Tensors from a URI are on `device`."""
         if isinstance(self.weights, str):
             with stream(self.weights, device) as tensors:
                 yield from tensors
@@ -68,13 +68,13 @@ class ReleasedMemory:
         filled, others = _sorted_out(target, requirements)
         self._kept_tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        # Storages that torch cannot resize. Their addresses stay.
+        # Storages that torch cannot resize, but whose physical memory can be unmapped. Their addresses stay the same.
         self._remappable: list[DeviceMemory] = []
         self.freed_bytes = self.kept_bytes = 0
         for storage, mine in filled.values():
             nbytes = storage.nbytes()
             unfilled = others.get(storage.data_ptr(), [])
-            # A storage may also contain tensors outside the target. An arena has gaps.
+            # A storage may also contain tensors outside the target. Free it only if the target covers it up to gaps.
             covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *unfilled))
             remappable = memory_of(storage.data_ptr())
             if not (storage.resizable() or remappable) or covered < nbytes:
@@ -91,11 +91,11 @@ class ReleasedMemory:
         for storage, _ in self._storages:
             storage.resize_(0)
         if self._remappable or any(storage.device.type == "cuda" for storage, _ in self._storages):
-            # Another process needs the memory, so do not leave it in torch's cache.
+            # Do not leave the memory in torch's cache, because another process needs it.
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
-        """Allocate the storages again. Idempotent. Call it again after DeviceOutOfMemory or DestinationError."""
+        """Allocate the storages again. Idempotent. Can be retried after DeviceOutOfMemory or DestinationError."""
         for memory in self._remappable:
             try:
                 try:
@@ -117,7 +117,7 @@ class ReleasedMemory:
                     message, mutated=True, hint="free memory on the device, and restore again"
                 ) from error
             except RuntimeError as error:
-                # Torch's allocator for host memory has no separate error class.
+                # torch's allocator for host memory raises no more specific error.
                 raise DestinationError(
                     f"cannot allocate {nbytes} bytes of host memory: {error}", mutated=True
                 ) from error
@@ -135,7 +135,7 @@ def _sorted_out(
 
     def note(tensor: torch.Tensor, *, is_filled: bool) -> None:
         storage = tensor.untyped_storage()
-        # Tied tensors share memory under several names.
+        # Count tied tensors once, because they share memory under several names.
         key = storage.data_ptr(), int(tensor.storage_offset()), tensor.numel()
         if tensor.numel() and key not in seen:
             seen.add(key)
@@ -146,7 +146,7 @@ def _sorted_out(
 
     if isinstance(target, torch.nn.Module):
         for name, tensor in named_tensors(target):
-            # Buffers that are not persistent are in no checkpoint, so no loader fills them.
+            # Treat non-persistent buffers as unfilled, because no checkpoint contains them.
             note(tensor, is_filled=name is not None and name not in requirements.unfilled)
     for row in requirements.rows:
         note(row.tensor, is_filled=True)
@@ -168,7 +168,7 @@ class ReleasedVersion:
     def read_stored(
         self, update_loop: UpdateLoop, stored: StoredVersion, links: PeerLinks, error: PenstockError
     ) -> Staged:
-        """Fill the target from a stored version after `error`, and verify it if it is the released version."""
+        """Fill the target from a stored version after `error`. Verify the bytes if it is the released version."""
         begun = time.perf_counter()
         if update_loop.checkpoint is None:
             raise error
@@ -180,11 +180,11 @@ class ReleasedVersion:
         read = time.perf_counter()
         if is_same and not buffers.has(self.proven, links):
             message = f"the stored version {stored.version} of {self.name!r} differs from the version that was live"
-            raise IntegrityError(message, mutated=True, hint="give the number of the stored version")
+            raise IntegrityError(message, mutated=True, hint="pass the number of the stored version")
         buffers.install()
         return Staged(
             version=stored.version,
-            # Without an epoch the version is not served, because its bytes may differ from the trainer's.
+            # A version without an epoch is not served, because its bytes may differ from the trainer's.
             epoch=self.epoch if is_same else "",
             origin="restore",
             begun=begun,
@@ -199,7 +199,7 @@ class ReleasedVersion:
         )
 
     def take_in_place(self, update_loop: UpdateLoop) -> Staged:
-        """Verify the bytes that the engine restored itself."""
+        """Verify the bytes that the engine itself has restored."""
         begun = time.perf_counter()
         if self.digests is None:
             raise ConfigError("there are no digests of the memory", hint="call release(free=False, returns=True) first")
@@ -213,7 +213,7 @@ class ReleasedVersion:
 
 @dataclass(eq=False)
 class Release:
-    """The weights of a subscriber while its engine sleeps. One thread at a time releases and restores them."""
+    """The weights of a subscriber while its engine sleeps. Only one thread at a time may release or restore them."""
 
     name: str
     target: Target
@@ -276,7 +276,7 @@ class Release:
         update: Callable[[float | None], UpdateReport],
         flip: Callable[[Callable[[], Staged]], UpdateReport],
     ) -> UpdateReport:
-        """See `Subscriber.restore`. `update` receives a version within a timeout, and `flip` makes a version live."""
+        """See `Subscriber.restore`. `update` receives a version within a timeout, and `flip` makes it live."""
         released = self.released
         if released is None or self.states.at_rest is not SubscriberState.RELEASED:
             raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
@@ -298,11 +298,11 @@ class Release:
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Copy a checkpoint's tensors into the rows of a sync. Return the bytes. Raise PlanError on a mismatch."""
+    """Copy a checkpoint's tensors into the target's rows. Return the bytes. Raise PlanError on a mismatch."""
     rows: dict[str, list[int]] = {}
     for number, row in enumerate(requirements.rows):
         rows.setdefault(row.name, []).append(number)
-    # Tied rows share memory, and a stored version may have some or all of their names.
+    # Tied rows share memory, and a stored version may contain some or all of the rows' names.
     home = {number: group[0] for group in requirements.tied for number in group}
     filled: dict[int, str] = {}
     nbytes = 0
@@ -325,7 +325,7 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
         raise PlanError(
             f"the stored version lacks {', '.join(lacking[:_LISTED])}{more}",
             mutated=True,
-            hint="give a version that contains all the publishers' tensors",
+            hint="pass a stored version that contains all tensors of the publishers",
         )
     return nbytes
 
@@ -341,7 +341,7 @@ def _shard(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
     if (tensor.dtype, tuple(tensor.shape)) != wanted:
         message = f"stored as {tensor.dtype} {list(tensor.shape)}, published as {wanted[0]} {list(wanted[1])}"
         raise PlanError(message, tensor=row.name, mutated=True)
-    # A box counts elements, but torch counts two elements of F4 as one.
+    # A region is given in elements, but torch stores two F4 elements as one.
     if form.dtype is DType.F4 and form.box != Box.full(form.shape):
         raise PlanError("cannot restore a part of an F4 tensor from storage", tensor=row.name, mutated=True)
     return tensor if form.dtype is DType.F4 else cut(tensor, form.box)

@@ -1,4 +1,4 @@
-"""The sources of one version, as a receiver reads them: a link to each, the reads from it, and their cost."""
+"""The sources of one version for a receiver: the link to each source, the reads from it, and their cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class LocalLink:
-    """A link to a `LocalVersion`. Without `same_process`, it is read as from another process on this host."""
+    """A link to a `LocalVersion`. Without `same_process`, reads are the same as from another process on this host."""
 
     same_host = True
 
@@ -59,13 +59,13 @@ class LocalLink:
         self.local_version.hold_packed(keep, release)
 
 
-# Opening a source is one round trip that mostly waits, so hundreds of sources open in a few rounds.
+# Number of sources that are opened at once. Opening a source mostly waits for one round trip.
 _AT_ONCE = 16
 
 
 @dataclass(eq=False)
 class PeerLink:
-    """A link to another member through its server. `same_host` means that its Unix socket was reached."""
+    """A link to another member through the member's server. `same_host` means that its Unix socket was reached."""
 
     same_process = False
 
@@ -75,7 +75,7 @@ class PeerLink:
     same_host: bool
 
     def __post_init__(self) -> None:
-        self._channels: list[str] = []  # channels that no thread uses
+        self._channels: list[str] = []  # channels that no thread is using
         self._num_channels = itertools.count()
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
@@ -93,7 +93,7 @@ class PeerLink:
         self._ask(lambda sync_client: sync_client.hold_packed(tuple(keep), tuple(release)))
 
     def _ask(self, question: Callable[[SyncClient], T]) -> T:
-        # A reply may wait for rows, and must not delay other threads. `list.pop` and `append` are atomic.
+        # Use one channel per thread, because a reply may wait for rows. `list.pop` and `append` are atomic.
         try:
             channel = self._channels.pop()
         except IndexError:
@@ -107,7 +107,7 @@ class PeerLink:
 class SourceFailed(Exception):
     """The failure of one source. The caller can continue without it. `error` is the reason."""
 
-    # This is not a PenstockError, because the update raises `error` instead when no source remains.
+    # This is not a PenstockError, because an update without remaining sources raises `error` instead.
 
     def __init__(self, member: str, error: PenstockError) -> None:
         super().__init__(member)
@@ -117,7 +117,7 @@ class SourceFailed(Exception):
 
 @dataclass(eq=False)
 class LinkRequests:
-    """Parallel requests to members for their maps of a version. Leaving the block drops links that were not taken."""
+    """Parallel requests to members for their maps of a version. Leaving the block drops unused links."""
 
     membership: Membership
     members: Sequence[str]
@@ -172,7 +172,7 @@ class LinkRequests:
         try:
             while True:
                 try:
-                    # A request for a part must not wait behind a version that has not begun.
+                    # Use a separate channel, because other requests must not wait for a version that has not begun.
                     version_map, is_on_host = self.membership.ask(
                         member,
                         lambda sync_client: (sync_client.version_map(self.version, wait_s), sync_client.is_on_host),
@@ -180,11 +180,11 @@ class LinkRequests:
                     )
                     break
                 except NotFound as error:
-                    # Publisher ranks begin a version within milliseconds of each other.
+                    # Retry until the deadline. Publisher ranks begin a version within milliseconds of each other.
                     if self._is_over or time.monotonic() > deadline:
                         message = f"the source did not begin version {self.version} within {self.stall_s:g} s"
                         raise SourceStalled(message, uri=f"penstock:{member}") from error
-                    # A source waits before it sends this reply, but a restarted hub does not.
+                    # Pause, because a restarted hub, unlike a source, sends this reply without waiting.
                     time.sleep(self.timing.map_pause_s)
             return PeerLink(self.membership, member, version_map, same_host=is_on_host)
         except PenstockError as error:
@@ -207,7 +207,7 @@ class SourceRead:
     def __post_init__(self) -> None:
         self.member = self.link.member
         self.short_runs = ShortRuns()
-        # Transport, descriptor, and why no nearer transport is used, by pair of regions.
+        # Transport, descriptor, and the reason for using no nearer transport, by pair of regions.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
         self._lock = threading.Lock()  # guards the routes and the counts
 
@@ -218,7 +218,7 @@ class SourceRead:
 
     @property
     def why(self) -> str:
-        """Return why no nearer transport is used."""
+        """Return the reasons why no nearer transport is used."""
         return "; ".join(dict.fromkeys(why for _, _, why in self._routes.values() if why))
 
     @property
@@ -228,14 +228,14 @@ class SourceRead:
 
     def near_device(self, step: Step) -> str | None:
         """Return the local device that reads a step from a device on this host, or None."""
-        # A step's regions are nearly always on one device.
+        # Check only the first read, because a step's regions are nearly always on one device.
         theirs, ours, _ = step.reads[0]
         offers = self.link.map.regions[theirs], self.into.handles(ours)
         is_near = self.link.same_host and all("cuda_ipc" in by_transport for by_transport in offers)
         return self.into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
-        """Return the source's digests when its strips are ready. Raise SourceStalled, or Cancelled after the run."""
+        """Return the source's digests when its strips are ready. Raise SourceStalled, or Cancelled at the end."""
         seen = -1
         moved = time.monotonic()
         while not is_over():
@@ -251,10 +251,10 @@ class SourceRead:
             elif time.monotonic() - moved > stall_s:
                 message = f"no row of the source became ready for {stall_s} s, after {seen} rows"
                 raise SourceStalled(message, uri=self.member)
-        raise Cancelled("the run is over")
+        raise Cancelled("the transfer was cancelled")
 
     def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
-        """Read a step. When all its reads have ended, return the first error and whether a byte was written."""
+        """Read a step. When all reads have ended, return the first error and whether any byte was written."""
         packed: list[tuple[int, int, Rectangles]] = []
         failed, is_touched = wait_all(self._posting(step, packed), stall_s=stall_s)
         release: list[str] = []
@@ -268,7 +268,7 @@ class SourceRead:
                         failed, was_touched = error, False
                     is_touched |= was_touched
         if release and failed is None:
-            # Release the last buffer. After a failure the source may hang, so let its lease expire.
+            # Release the last buffer. After a failure, let the lease expire instead, because the source may hang.
             with contextlib.suppress(PenstockError):
                 self.link.hold_packed((), release)
         return failed, is_touched
@@ -280,7 +280,7 @@ class SourceRead:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self.into.handles(ours)[transport.name]
             rows = table
-            # A table of all runs takes milliseconds per GiB.
+            # Pass rectangles if possible, because a table of all runs takes milliseconds per GiB.
             if isinstance(transport, Striding):
                 yield transport, transport.post_rectangles(into, descriptor, rows)
                 continue
@@ -317,7 +317,7 @@ class SourceRead:
             self._note_unpacked(reply.why)
         else:
             try:
-                # The reader's memory is registered with the transport of this pair of regions.
+                # Use the transport of this pair of regions, because the reader's memory is registered with it.
                 transport, descriptor, _ = self.into.links.choose(
                     {transport.name: handle}, reply.regions, same_host=link.same_host, same_process=link.same_process
                 )
@@ -347,7 +347,7 @@ class SourceRead:
         self, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> PackReply:
         if self.short_runs.why:
-            # Another read has waited for a buffer in vain.
+            # Do not wait again after another read waited for a buffer in vain.
             return PackReply(why=self.short_runs.why)
         first = sum(self.link.map.sizes[:theirs])
         strips = Strips(at=batch.src + first, run_bytes=batch.run_bytes, num_rows=batch.num_rows, pitch=batch.src_pitch)
@@ -362,15 +362,15 @@ class SourceRead:
             if reply.progress != seen:
                 seen, moved = reply.progress, time.monotonic()
             elif time.monotonic() - moved > stall_s and reply.is_full:
-                # Reading run by run is slow and needs no buffer.
+                # Fall back to reading run by run, which is slow but needs no buffer.
                 return PackReply(why=f"no buffer of the source was released for {stall_s} s")
             elif time.monotonic() - moved > stall_s:
-                message = f"no row of the source became ready for {stall_s} s, so that it packed none"
+                message = f"no row of the source became ready for {stall_s} s, so it could not pack any run"
                 raise SourceStalled(message, uri=self.member)
-        raise Cancelled("the run is over")
+        raise Cancelled("the transfer was cancelled")
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
-        # Two threads must not pin the same peer memory.
+        # Hold the lock, because two threads must not pin the same peer memory.
         with self._lock:
             route = self._routes.get((theirs, ours))
             if route is None:
@@ -397,13 +397,13 @@ class SourceRead:
 def _posted(
     transport: Transport, into: Handle, descriptor: Descriptor, segments: Segments
 ) -> Iterator[tuple[Transport, PendingRead]]:
-    # A generator lets `wait_all` also catch errors of posting.
+    # Post in a generator, so that `wait_all` also catches errors from posting.
     yield transport, transport.post_read(into, descriptor, segments)
 
 
 @dataclass(slots=True, kw_only=True)
 class LinkReport:
-    """The share of one source in a transfer."""
+    """One source's share of a transfer."""
 
     member: str
     path: str = ""
@@ -417,7 +417,7 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """The figures of one run of a transfer."""
+    """The statistics of one run of a transfer."""
 
     nbytes: int
     moved_bytes: int
@@ -437,7 +437,7 @@ class TransferReport:
         return sum(link.short_runs.packed_bytes for link in self.links)
 
     def packing(self) -> tuple[str, ...]:
-        """Describe the short runs from sources on other hosts: how many were packed, and why not all."""
+        """Describe the short runs from sources on other hosts: how many were packed, and why others were not."""
         counts = [link.short_runs for link in self.links]
         num_runs, num_reads = sum(each.num_runs for each in counts), sum(each.num_reads for each in counts)
         lines = [f"short runs read without packing: {why}" for why in dict.fromkeys(each.why for each in counts) if why]
@@ -468,7 +468,7 @@ class _OccupiedTime:
 
 
 class TransferStats:
-    """Bytes from each source, and seconds of waiting, reading and digesting. Thread-safe."""
+    """Counts bytes from each source, and seconds spent waiting, reading and digesting. Thread-safe."""
 
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
         self._reads = reads
@@ -495,14 +495,14 @@ class TransferStats:
                     self._occupied[name].leave(time.perf_counter())
 
     def add(self, member: str, *, nbytes: int = 0, ready_s: float = 0.0, digest_s: float = 0.0) -> None:
-        """Add bytes that arrived from this source, and seconds of waiting for its digests and of digesting here."""
+        """Add bytes from this source, and seconds spent waiting for its digests and digesting here."""
         with self._lock:
             self._links[member].nbytes += nbytes
             self._links[member].ready_s += ready_s
             self._digest_s += digest_s
 
     def report(self, nbytes: int) -> TransferReport:
-        """Return the figures of the whole run."""
+        """Return the statistics of the whole run."""
         for read in self._reads.values():
             link = self._links[read.member]
             link.path, link.why, link.wire_s = read.path, read.why, self._occupied[read.member].total_s

@@ -1,4 +1,4 @@
-"""A version that a receiver has read and verified, and the options for reading it."""
+"""Data classes for a version that a receiver has read and verified, and for the options of the read."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class UpdateOptions:
 
     @property
     def has_check(self) -> bool:
-        """Return whether versions are checked before they go live. The caller then reports the outcome."""
+        """Return whether a hook checks versions before they go live. The caller then reports the outcome."""
         return self.hooks.check is not None
 
     @property
     def watermark_bytes(self) -> int:
-        """Return the maximum number of bytes that are read and not yet verified."""
+        """Return the maximum number of bytes that may be read and not yet verified."""
         # In staged mode, `memory_bytes` limits the staging copy instead.
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
 
 
 def nothing_read(version: int, epoch: str, begun: float, attempt: int) -> Staged:
-    """Return the live version, for which no byte was read."""
+    """Return a result for the version that is already live, for which no byte was read."""
     return Staged(version=version, epoch=epoch, origin="here", begun=begun, attempts=attempt, sources={})

@@ -1,6 +1,6 @@
 """The states of a subscriber, and the only function that changes the state.
 
-A busy subscriber returns to its last state at rest if it gives up before `writing`. After `writing` began, only a
+If a busy subscriber gives up before `writing`, it returns to its last state at rest. After `writing` has begun, only a
 complete version makes the target usable again.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class SubscriberState(Enum):
-    """A state of a subscriber."""
+    """The states of a subscriber."""
 
     IDLE = "idle"
     LIVE = "live"
@@ -43,13 +43,13 @@ NEXT: Mapping[SubscriberState, frozenset[SubscriberState]] = {
     S.LIVE: frozenset({S.RECEIVING, S.RELEASED, S.MOVED}),
     S.MOVED: frozenset({S.RECEIVING, S.RELEASED}),
     S.DIRTY: frozenset({S.RECEIVING, S.RELEASED}),
-    # Bytes from storage need no pause, because the engine sleeps.
+    # A restore from storage needs no pause, because the engine sleeps.
     S.RELEASED: frozenset({S.RECEIVING, S.WRITING}),
     S.RECEIVING: frozenset({S.STAGED, S.PREPARED, S.FLIPPING}),
     S.STAGED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.PREPARED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.FLIPPING: frozenset({S.WRITING, S.STAGED, S.PREPARED}),
-    # An engine may restore weights that belong to no version.
+    # A restore may end here, because an engine may restore weights that belong to no version.
     S.WRITING: frozenset({S.LIVE, S.IDLE, S.DIRTY}),
     S.CLOSED: frozenset(),
 }
@@ -58,12 +58,12 @@ state at rest. WRITING leads back only to RELEASED, because released memory belo
 
 
 class InvalidTransition(RuntimeError):
-    """The current state does not lead to the requested state. This is a bug in Penstock."""
+    """The subscriber cannot change from its current state to the requested state. This is a bug in Penstock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveVersion:
-    """The version in a target."""
+    """The version that a target contains."""
 
     epoch: str = ""
     version: int = -1
@@ -84,12 +84,12 @@ class SubscriberStates:
 
     @property
     def version(self) -> int:
-        """Return the live version, or -1. For a dirty target this is the previous version."""
+        """Return the live version, or -1. For a dirty target, this is the version before the failed update."""
         return -1 if self.at_rest in (S.IDLE, S.RELEASED) else self.live.version
 
     @property
     def is_current(self) -> bool:
-        """Return whether the target contains all bytes of the live version and no other bytes."""
+        """Return whether the target contains exactly the live version."""
         return self.at_rest is S.LIVE and self.now is not S.WRITING
 
     @property
@@ -104,8 +104,8 @@ class SubscriberStates:
             if state is previous and live is None:
                 return
             if previous is not S.CLOSED and not self._leads_to(state):
-                raise InvalidTransition(f"a subscriber cannot go from {previous.value} to {state.value}")
-            # A busy subscriber detected that the tensors moved, and stays busy.
+                raise InvalidTransition(f"a subscriber cannot change its state from {previous.value} to {state.value}")
+            # A busy subscriber that detects moved tensors stays busy, and only its state at rest changes.
             is_found = state is S.MOVED and self.at_rest is S.LIVE and previous not in AT_REST
             if state in AT_REST:
                 self.at_rest = state

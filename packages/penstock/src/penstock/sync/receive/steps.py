@@ -1,6 +1,6 @@
-"""Division of a part into steps, which are reads from one source with a limited size, in the order of the buckets.
+"""Divide a part of the plan into steps. A step is a read of limited size from one source, in the order of the buckets.
 
-Small neighbouring buckets form a window. A step contains pieces of one window from one source.
+Small adjacent buckets form a window. A step reads pieces of one window from one source.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from penstock.sync.local_version import locate
 from penstock.types import I64
 
 
-# Steps are keys of dicts by identity, within a run and from one version to the next.
+# Compare steps by identity, because they are keys of dicts within a run and from one version to the next.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
-    """Strips that are read from one source together."""
+    """Strips that are read from one source in one step."""
 
     window: int
     source: int
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Windows:
-    """The windows and steps of a part. Window i contains buckets `[bucket_first[i], bucket_first[i + 1])`."""
+    """The windows and steps of a receiver's part. Window i has buckets `[bucket_first[i], bucket_first[i + 1])`."""
 
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
@@ -44,7 +44,7 @@ class Windows:
     def digest_requests(self, source: int, ask_bytes: int) -> list[list[Step]]:
         """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
-        taken = ask_bytes  # the first step starts a request
+        taken = ask_bytes  # the first step begins a new request
         for step in self.steps:
             if step.source == source:
                 if taken + step.nbytes > ask_bytes:
@@ -60,13 +60,13 @@ class Windows:
 
 def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
     """Divide a checked part into windows of up to `window_bytes` and steps of up to twice `piece_bytes`."""
-    # A part can have millions of segments, so only the loop over steps below is in Python.
+    # Use numpy, because a part can have millions of segments. Only the loop over steps below is in Python.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
     order = np.lexsort((np.arange(len(segment_window)), part.turn_of(part.source), segment_window))
     table, at = _pieces(part, order, piece_bytes)
     window, source = segment_window[at], part.source[at]
-    # A step begins when the window or the source changes, and otherwise after every `piece_bytes`.
+    # Begin a step when the window or the source changes, and otherwise after every `piece_bytes`.
     stop = np.cumsum(table.nbytes)
     fresh = np.ones(len(at), bool)
     fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
@@ -108,7 +108,7 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
     here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
-    # Regions are the units of registration, so a read connects one region at each end.
+    # Group by pairs of regions, because each region is registered separately and a read connects one pair.
     pair = from_region * len(ours) + to_region
     reads, places = [], []
     for region_pair in np.unique(pair).tolist():

@@ -1,4 +1,4 @@
-"""Creation of a subscriber, whose arguments are checked before a hub is contacted."""
+"""Create a subscriber. The arguments are checked before a hub is contacted."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ def subscriber(
     hooks: Hooks | None = None,
     settings: SubscriberSettings | None = None,
 ) -> Subscriber:
-    """Receive the versions that are published under a name into a live model. The publisher may start later.
+    """Receive published versions into a live model. The publisher may start later.
 
     Args:
         name: name of the sync.
-        target: a module, whose loader is recorded once. Or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each with its own layout. Or a function that receives the published tensors on the meta device before the
-            first update and returns such tensors (`lambda published: {name: torch.empty_like(...), ...}`). Or an empty
-            dict, to which the first update adds new tensors on the CPU.
+        target: a module, whose loader is recorded once. Alternatively tensors, DTensors or `Shard`s by the checkpoint's
+            names, each with its own layout, or an empty dict, to which the first update adds tensors on the CPU.
+            Alternatively a function that receives the published tensors on the meta device before the first update and
+            returns tensors by name (`lambda published: {name: torch.empty_like(...), ...}`).
         connection: hub, token, address and transports. See `publisher`.
-        mode: `staged`: versions arrive in a staging copy as large as the target, and only the flip touches the target.
-            `direct`: versions arrive in the target itself while the engine is paused, which needs no further memory.
-        load: receives pairs (name, tensor) and fills the module. None means its `load_weights`, or the names in its
-            state dict.
+        mode: with `staged`, versions arrive in a staging copy as large as the target, and only the flip writes to the
+            target. With `direct`, versions arrive in the target itself while the engine is paused, without a copy.
+        load: function that receives pairs (name, tensor) and fills the module. None means the module's `load_weights`,
+            or the names in its state dict.
         strict: if True, published tensors must fill every parameter of a module or every tensor of a dict. If False,
             unfilled tensors keep their values.
-        transforms: tags under which tensors are received if they are offered (`fp8-block128`). None means the tag for
-            which the module has codes and scales, or plain tensors.
+        transforms: tags of the formats to receive if they are offered (`fp8-block128`). None means the format for which
+            the module has codes and scales, or unquantised tensors.
         rank: rank and number of ranks of the engine, such as `(0, 8)`, which only `penstock status` shows. None means
             the values of torch.distributed if it is initialised, and otherwise `(0, 1)`.
         hooks: the engine's callbacks around a commit.
-        settings: limit of the buffers, an arena for the target, and whether it serves other receivers
+        settings: limit for the buffers, an arena for the target, and whether the subscriber serves other receivers
             (`sync.SubscriberSettings`).
 
     Raises:
         HubUnavailable: there is no hub.
-        ConfigError: an argument is wrong.
-        MissingExtra: a package for an argument is not installed.
-        BudgetTooSmall: `settings.memory_bytes` is too small for direct mode. In staged mode the first update raises it.
+        ConfigError: an argument is invalid.
+        MissingExtra: a package that an argument needs is not installed.
+        BudgetTooSmall: `settings.memory_bytes` is too small for direct mode. The first update raises it in staged mode.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
@@ -73,11 +73,11 @@ def subscriber(
         raise wrong("target", target, "a torch.nn.Module, a dict of tensors or Shards by name, or a function")
     settings = SubscriberSettings.of(settings)
     if settings.arena and not isinstance(target, torch.nn.Module | Mapping):
-        raise ConfigError("tensors from a function cannot be moved into an arena", hint="create them in an arena")
+        raise ConfigError("tensors from a function cannot be moved to an arena", hint="create the tensors in an arena")
     if mode not in ("staged", "direct"):
-        raise ConfigError(f"mode {mode!r} of the subscriber to {name!r} is unknown", hint="give mode staged or direct")
+        raise ConfigError(f"mode {mode!r} of the subscriber to {name!r} is unknown", hint="pass 'staged' or 'direct'")
     engine_rank, world_size = rank_of(rank)
-    # An unknown tag must fail here and not at the first update, which may be an hour later.
+    # Reject an unknown tag here and not in the first update, which may be an hour later.
     for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
         format_of(tag)
     budget = None if settings.memory_bytes is None else parse_bytes(settings.memory_bytes)
@@ -108,5 +108,5 @@ def subscriber(
             world_size=world_size,
             timing=DEFAULT,
         ).open()
-        stack.pop_all()  # from here on `close` leaves the sync
+        stack.pop_all()  # from here on, closing the subscriber leaves the sync
     return this_rank

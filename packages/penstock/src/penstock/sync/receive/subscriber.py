@@ -1,4 +1,4 @@
-"""An inference rank as a subscriber. It receives version after version, each complete and verified.
+"""An inference rank as a subscriber. It receives one version after the other, each complete and verified.
 
 A staged update is `stage`, which reads, verifies, checks and votes, and then `commit`, which waits for the fleet's
 decision and flips. A direct update reads during the flip.
@@ -51,9 +51,9 @@ log = log_named("penstock")
 
 
 class Subscriber(Closeable):
-    """A rank that receives versions. `subscriber` creates it.
+    """A rank that receives versions, created by `subscriber`.
 
-    It is a context manager, and one thread at a time may update.
+    A subscriber is a context manager. Only one thread at a time may update.
 
     Attributes:
         name: name of the sync.
@@ -96,7 +96,7 @@ class Subscriber(Closeable):
         )
 
     def open(self) -> Self:
-        """Join the sync. Other members can then send requests, and the hub lists this subscriber."""
+        """Join the sync. The hub then lists this subscriber, and other members can send requests."""
         self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             self.member.check_grant,
@@ -105,7 +105,7 @@ class Subscriber(Closeable):
             planner=self.planner,
             check=self._update_loop.require_proven,
         )
-        # A publisher may send a request as soon as the hub lists this subscriber.
+        # Set the handler first, because a publisher may send a request as soon as the hub lists this subscriber.
         self.member.syncs.append(self._state)
         self.member.report_now()
         return self
@@ -138,7 +138,7 @@ class Subscriber(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the publishers' epoch and the live version, or an empty string. Equal revisions mean equal bytes."""
+        """Return the publishers' epoch with the live version, or an empty string. Equal revisions mean equal bytes."""
         return f"{self._states.live.epoch}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
@@ -146,7 +146,7 @@ class Subscriber(Closeable):
         is_busy = self._states.now in (S.RECEIVING, S.PREPARED, S.FLIPPING, S.WRITING)
         live = self._states.live
         standing: SyncStanding = "dirty" if self.is_dirty else "open" if is_open else "updating" if is_busy else "idle"
-        # This runs in the heartbeat thread while an update may replace the buffers.
+        # Read the buffers once, because this runs in the heartbeat thread while an update may replace them.
         buffers = self._update_loop.buffers
         return SyncState(
             name=self.name,
@@ -158,7 +158,7 @@ class Subscriber(Closeable):
             version=self.version,
             state=standing,
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
-            # The path names every source, and the field has a length limit.
+            # Limit the length, because the path names every source.
             path=live.path[:1024],
             took_s=live.took_s,
             pause_s=live.pause_s,
@@ -182,15 +182,15 @@ class Subscriber(Closeable):
     def pinned(self, version: int | None = None, *, ttl_s: float | None = None) -> Iterator[int]:
         """Hold a lease on the live version during the block, and yield the version. A flip waits for the lease.
 
-        Thread-safe, but not from the hooks of an update.
+        Thread-safe, but must not be called in the hooks of an update.
 
         Args:
             version: version that the caller needs. None means the live version.
             ttl_s: seconds after which the lease expires. None means the stall deadline.
 
         Raises:
-            VersionNotLive: on entering, the version is not live. On leaving, the lease had expired and another version
-                was installed, so the results may belong to both.
+            VersionNotLive: the version is not live when the block is entered. When the block is left, this means that
+                the lease has expired and another version was installed, so the results may mix two versions.
         """
         require_seconds("ttl_s", ttl_s)
         with self._leases.lease(version, self._stall_s if ttl_s is None else ttl_s) as live:
@@ -201,12 +201,12 @@ class Subscriber(Closeable):
 
         Args:
             version: minimum version. None means any version above the live version.
-            timeout_s: seconds to wait. None means as long as a publisher or another subscriber replies, and then the
-                stall deadline.
+            timeout_s: seconds to wait. None means to wait while a publisher or another subscriber replies, and then for
+                the stall deadline.
 
         Raises:
             SourceStalled: no such version was announced in this time.
-            VersionRefused: the version was withdrawn. This is raised once. Call again for a later version.
+            VersionRefused: the version was withdrawn. This is raised once. Call again to wait for a later version.
             Cancelled: the subscriber was closed.
         """
         require_seconds("timeout_s", timeout_s)
@@ -217,12 +217,12 @@ class Subscriber(Closeable):
     def __iter__(self) -> Iterator[UpdateReport]:
         """Wait for each new version, make it live, and yield its report, until the subscriber is closed.
 
-        If the trainer or a source is lost, the live version stays and the loop continues to wait. A refused version is
-        skipped. Both cases log a warning. One thread at a time may iterate or update.
+        If the trainer or a source is lost, the live version stays and the loop continues to wait. Refused versions are
+        skipped. A warning is logged in each case. One thread at a time may iterate or update.
 
         Raises:
-            PenstockError: errors of `update` that waiting would not cure, such as PlanError, ConfigError and
-                DestinationError, and every error that left the target dirty. The loop can be entered again.
+            PenstockError: an error of `update` that waiting would not resolve, such as PlanError, ConfigError or
+                DestinationError, or any error that left the target dirty. The iteration can be started again.
         """
         after, last_warning = -1, ""
         while True:
@@ -236,7 +236,7 @@ class Subscriber(Closeable):
                 if error.mutated:
                     raise
                 if isinstance(error, VersionRefused):
-                    after = max(after, error.version)  # this version never goes live
+                    after = max(after, error.version)  # do not wait for this version again
                 if error.message != last_warning:
                     state = f"serves version {self.version}" if self.version >= 0 else "has no version yet"
                     log.warning("%r %s and waits for the next one: %s", self.name, state, error.message)
@@ -250,21 +250,21 @@ class Subscriber(Closeable):
     def prepare(self, timeout_s: float | None = None) -> bool:
         """Do the one-time work of the first update before a version is published: record, allocate, register and plan.
 
-        Call it when the engine is idle, because the first update takes seconds longer for tens of thousands of tensors.
-        The target does not change. The call has no effect if a version is live. One thread at a time may call this or
-        update, and no other thread may use a module whose loader is recorded.
+        Call this while the engine is idle, because the work takes seconds for tens of thousands of tensors. The target
+        does not change. The call has no effect if a version is live. Only one thread at a time may call this or update,
+        and no other thread may use a module while its loader is recorded.
 
         Args:
-            timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. Each request to a
-                publisher that does not reply also takes up to the stall deadline.
+            timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. In addition, each
+                request to a publisher that does not reply takes up to the stall deadline.
 
         Returns:
-            Whether all the work is done. If False, the publisher did not join in time, and the first update does the
-            rest.
+            Whether all the work is done. If not, the publisher did not join in time, and the first update does the
+            remaining work.
 
         Raises:
-            ConfigError: a version is staged, and this would replace its memory.
-            PenstockError: as in `update`: names, dtypes or shapes do not match, or there is too little memory.
+            ConfigError: a version is staged, and this call would replace its memory.
+            PenstockError: as in `update`, for example if names, dtypes or shapes do not match, or memory is missing.
         """
         require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s
@@ -275,8 +275,8 @@ class Subscriber(Closeable):
                 self._release.require_awake()
                 if self._staged is not None and self._staged.origin == "sync":
                     hint = "call commit() first"
-                    raise ConfigError(f"version {self._staged.version} of {self.name!r} is staged", hint=hint)
-                # A restarted trainer may have a different checkpoint, so leave a live version alone.
+                    raise ConfigError(f"version {self._staged.version} of {self.name!r} is already staged", hint=hint)
+                # Do nothing if a version is live, because a restarted trainer may have a different checkpoint.
                 if self.version < 0:
                     self._update_loop.prepare()
                 return True
@@ -290,19 +290,19 @@ class Subscriber(Closeable):
         """Receive a version and make it live.
 
         Args:
-            version: the exact version to receive. None means the newest.
-            timeout_s: seconds to wait for a version that can be read. None means the stall deadline if no version is
-                published yet, and no wait if the version is past.
+            version: the exact version to receive. None means the newest version.
+            timeout_s: seconds to wait for a version that can be read. If None, wait for the stall deadline if no
+                version is published yet, and do not wait if the version is outdated.
             progress: see `load`. It counts verified bytes.
 
         Returns:
-            A report, with 0 bytes if the newest version is already live.
+            A report of the update. It counts 0 bytes if the newest version is already live.
 
         Raises:
-            PlanError: names, dtypes or shapes do not match. The error lists them, and the target is unchanged.
-            ConfigError: the version is not above the live one, or weights moved during the update. The target is
+            PlanError: names, dtypes or shapes do not match. The error lists the tensors, and the target is unchanged.
+            ConfigError: the version is not above the live version, or weights moved during the update. The target is
                 unchanged.
-            StaleDescriptor: the version is past, and no member has it.
+            StaleDescriptor: the version is outdated, and no member has it any more.
             SourceError, PeerLost, IntegrityError: no source could supply the version. In staged mode the previous
                 version is still live. In direct mode the target is dirty if `mutated` is set.
             VersionRefused: the version's check failed, or the fleet withdrew it. The previous version is still live.
@@ -320,7 +320,7 @@ class Subscriber(Closeable):
                     with self._receiving():
                         return _counted(journey, self._go_live(partial(self._receive, version, timeout_s)))
                 self._stage(version, timeout_s)
-            # An error in the caller's progress function must not interrupt a flip.
+            # Flip after the progress block, because an error in the progress function must not interrupt a flip.
             return _counted(journey, self._commit(just_checked=True))
 
     @property
@@ -336,17 +336,17 @@ class Subscriber(Closeable):
     def release(self, *, free: bool = True, returns: bool = False) -> int:
         """Release the weights while the engine sleeps. Until `restore`, `version` is -1 and no process reads them.
 
-        It waits for readers (`pinned`) and also frees the staging memory. Call it when the engine is idle. One thread
-        at a time may call this or update.
+        The call waits for readers (`pinned`) and also frees the staging memory. Call this while the engine is idle.
+        Only one thread at a time may call this or update.
 
         Args:
-            free: free the memory of the tensors that a version fills. Their addresses change. If False, the engine
-                frees the memory with its own allocator after this call, and allocates it again before `restore`.
-            returns: with `free=False`, the engine also restores the bytes itself. Digest them now, for
-                `restore(in_place=True)`.
+            free: whether to free the memory of the tensors that a version fills. Their addresses change. If False, the
+                engine frees the memory with its own allocator after this call, and allocates it again before `restore`.
+            returns: with `free=False`, whether the engine will also restore the bytes itself. The bytes are digested
+                now, for a later `restore(in_place=True)`.
 
         Returns:
-            The number of freed bytes. Some memory cannot be freed, such as host memory in an arena.
+            The number of freed bytes. Some memory, such as host memory in an arena, cannot be freed.
 
         Raises:
             ConfigError: the weights are already released, or `free` is set before the first `prepare` or update, or
@@ -370,16 +370,16 @@ class Subscriber(Closeable):
         """Restore a version into released memory, verify it, and make it live.
 
         Args:
-            version, timeout_s: see `update`. None means the newest version of a publisher or another subscriber.
-            stored: a stored version to use if no member of the sync has one. If it is the released version, every byte
-                is compared with the digests from the release.
-            in_place: the engine restored the bytes. Compare them with the digests of `release(returns=True)`.
+            version, timeout_s: see `update`. None means the newest version that a publisher or another subscriber has.
+            stored: version to restore from storage if no member of the sync has a version. If it is the released
+                version, every byte is compared with the digests from the release.
+            in_place: whether the engine restored the bytes itself. Digests from `release(returns=True)` verify them.
 
         Raises:
             ConfigError: the weights are not released.
-            IntegrityError: bytes differ from their digests.
+            IntegrityError: restored bytes differ from their digests.
             DeviceOutOfMemory: see `ReleasedMemory.take_back`.
-            PenstockError: as in `update`. After every error `version` is still -1, and this can be called again.
+            PenstockError: see `update`. After any error, `version` is still -1, and the call can be retried.
         """
         with self._updating:
             self._check_open()
@@ -403,7 +403,7 @@ class Subscriber(Closeable):
         """
         require_seconds("timeout_s", timeout_s)
         if self.mode != "staged":
-            raise ConfigError("stage() needs a subscriber of mode 'staged'", hint="call update()")
+            raise ConfigError("stage() needs a subscriber with mode='staged'", hint="call update()")
         with (
             self._updating,
             self._journey("stage") as journey,
@@ -432,24 +432,24 @@ class Subscriber(Closeable):
         Raises:
             ConfigError: no version is staged.
             DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip. If `mutated` is set,
-                the target is dirty. Otherwise the previous version is live and the new one still staged.
+                the target is dirty. Otherwise the previous version is still live and the new version still staged.
             VersionRefused: the fleet withdrew the version. The previous version is still live.
-            SourceStalled: the decision could not be learned. The new version stays staged. Call this again.
+            SourceStalled: the decision could not be learned. The new version stays staged, so call this again.
             StaleDescriptor: later versions are already decided. The previous version is still live.
         """
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
-            # `stage` has counted the bytes and their time.
+            # Do not count the bytes and their time again, which `stage` has counted.
             journey.outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
             return report
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Drop a staged version, because the block overwrites the staging copy, and enter `receiving`."""
+        """Drop a staged version, whose memory the block overwrites, and enter the state `receiving`."""
         self._check_open()
         self._staged = None
         self._states.enter(S.RECEIVING)
-        # Other receivers then wait for this one and do not treat the version as lost.
+        # Report the new state, so that other receivers wait for this receiver and do not treat the version as lost.
         self.member.beat_now()
         try:
             yield
@@ -472,7 +472,7 @@ class Subscriber(Closeable):
         self._check_open()
         staged = self._staged
         if staged is None:
-            raise ConfigError("nothing is staged", hint="call stage() first")
+            raise ConfigError("no version is staged", hint="call stage() first")
         if staged.origin == "here":
             self._give_up_staged()
             return self._report(Flipped(staged=staged))
@@ -483,7 +483,7 @@ class Subscriber(Closeable):
                 self._give_up_staged()
                 self.member.beat_now()
                 raise
-        # During a wait, a thread of the check could write to the verified bytes.
+        # Compare the bytes again after a wait, in which a thread that the check started could have written to them.
         if not just_checked or staged.decide_by is not None:
             try:
                 self._participant.require_unaltered(staged)
@@ -563,7 +563,7 @@ class Subscriber(Closeable):
         if self._states.now is S.CLOSED:
             return
         self._states.enter(S.CLOSED)
-        # The owner of the target may free its memory after this call, so no peer may read it any more.
+        # Stop all reads by peers, because the owner of the target may free its memory after this call.
         self._update_loop.close()
         self.member.leave(0.0)
         self._membership.close()
