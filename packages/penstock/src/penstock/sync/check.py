@@ -121,7 +121,7 @@ class StagedVersion:
             raise PlanError("the target is a dict of tensors, which has no forward pass", hint="read `tensors` instead")
         if self.unknown:
             some = ", ".join(sorted(self.unknown)[:5])
-            raise PlanError(f"{len(self.unknown)} parameters are not filled before the version goes live: {some}")
+            raise PlanError(f"{len(self.unknown)} parameters have no staged values before the flip: {some}")
         # All names of a tied tensor must refer to the same object.
         made: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
