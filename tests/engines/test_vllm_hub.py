@@ -47,7 +47,7 @@ def test_loading_from_hub_writes_no_disk_copy(hub: HuggingFaceServer, llama: Pat
     assert not weights
     commit = hub.files_of("org/llama", "main")[0]
     said = done.stdout + done.stderr
-    assert f"hf://org/llama@{commit}" in said and "is the storage's" in said
+    assert f"hf://org/llama@{commit}" in said and "equals the storage's" in said
     shards = {sha256_of(data) for name, data in hub.files_of("org/llama", "main")[1].items() if "safetensors" in name}
     assert {request.path.partition("?")[0].strip("/") for request in hub.storage.requests} <= shards
 

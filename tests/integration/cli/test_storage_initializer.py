@@ -177,7 +177,7 @@ def test_weights_and_small_files_come_from_same_commit(
         alone = storage_initializer.initialize("hf://org/tiny", tmp_path / "alone")
         # There is no manifest. The repository's own digests were compared during the copy.
         num_files = len(list((tmp_path / "alone").glob("*.safetensors")))
-        assert alone.verified and alone.why == f"the SHA-256 of {num_files} of {num_files} files is the storage's"
+        assert alone.verified and alone.why == f"the SHA-256 of {num_files} of {num_files} files equals the storage's"
         listing = storage_initializer._files
 
         def move_branch(place: str, settings: Settings) -> dict[str, str]:

@@ -242,7 +242,7 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
     verdict = verify(str(directory / own[0] if own else directory))
     shards = {name for name in weights if name.endswith(SUFFIX)}
     if not verdict.verified and shards.issubset(compared):
-        return True, f"the SHA-256 of {len(shards)} of {len(shards)} files is the storage's"
+        return True, f"the SHA-256 of {len(shards)} of {len(shards)} files equals the storage's"
     return verdict.verified, verdict.why
 
 
