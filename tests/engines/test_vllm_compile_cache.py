@@ -53,6 +53,8 @@ def test_compiled_code_is_reused_in_second_home_directory(tmp_path: Path) -> Non
             **os.environ,
             "HOME": str(home),
             "XDG_CACHE_HOME": str(home / "cache"),
+            # TRL, which another test imports, sets ERROR in this process.
+            "VLLM_LOGGING_LEVEL": "INFO",
             "PENSTOCK_COMPILE_CACHE_KEYS": str(tmp_path / "public.pem"),
             "PENSTOCK_COMPILE_CACHE_SIGNING_KEY": str(tmp_path / "private.pem"),
         }
