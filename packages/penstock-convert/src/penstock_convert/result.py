@@ -3,8 +3,8 @@
     {"job": key}                        the first line of a journal
     {"task": 7, "digests": "<hex>"}     one line for each finished task
 
-Lines are appended and never synced. After a crash, the bytes on disk are compared with the digests. The first
-unreadable line and all lines after it are ignored. `storage.output` writes the bytes and the index, and `convert`
+Lines are appended without `fsync`. After a crash, the bytes on disk are compared with the digests in the journal. The
+first unreadable line and all lines after it are ignored. `storage.output` writes the bytes and the index, and `convert`
 publishes the result.
 """
 
@@ -86,12 +86,12 @@ _ENTRY = msgspec.json.Decoder(_FinishedTask)
 
 
 class Journal:
-    """An append-only file for one job. One thread writes it, and an exclusive lock keeps other processes out.
+    """An append-only file of a job's finished tasks. One thread writes it, and a lock keeps other processes out.
 
     Attributes:
         path: path of the file.
-        done: digests by task, for the tasks that earlier runs and this run finished.
-        kept: the tasks that earlier runs finished.
+        done: digests of each task that this run or an earlier run finished, by task number.
+        kept: numbers of the tasks that earlier runs finished.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -109,8 +109,8 @@ class Journal:
             key: key of the job.
 
         Raises:
-            DestinationError: another process has locked the file, the file belongs to another job, or it cannot be
-                written.
+            DestinationError: another process has locked the file, the file belongs to another job, or the file cannot
+                be written.
         """
         with typed(path):
             journal = Journal(path, _locked(path))
@@ -126,7 +126,7 @@ class Journal:
 
     def _read(self, key: str) -> None:
         """Read the finished tasks of earlier runs, and truncate the file after the last readable line."""
-        # A crash can leave half a line or blocks of zeros. Only the lines before them are kept.
+        # A crash can leave half a line or blocks of zeros at the end. Keep only the complete lines before that.
         whole = 0
         with suppress(*MALFORMED, ValueError), open(self._fd, "rb", closefd=False) as file:
             for line in file:
@@ -146,23 +146,23 @@ class Journal:
             self._write(msgspec.json.encode(_Head(job=key)) + b"\n")
 
     def add(self, task: int, digests: U64) -> None:
-        """Record a task that has written its bytes. Raise DiskFull or DestinationError."""
+        """Record that a task has written its bytes. Raise DiskFull or DestinationError."""
         self.done[task] = digests
-        # Do not sync, which would cost milliseconds for each task. A later run reads all tasks back anyway.
+        # Do not call `fsync`, which would take milliseconds for each task. A resumed run reads all output back anyway.
         line = msgspec.json.encode(_FinishedTask(task=task, digests=digests.astype("<u8").tobytes().hex())) + b"\n"
         with typed(self.path):
             self._write(line)
 
     def _write(self, line: bytes) -> None:
-        # Use one write. A process killed here leaves at most half of the last line, which `_read` drops.
+        # Use one write. If the process is killed here, the last line may be incomplete, and `_read` drops it.
         if os.write(self._fd, line) < len(line):
             raise DiskFull("cannot write the journal: only part of a line was written", uri=str(self.path))
 
     def forget(self, tasks: Mapping[int, object]) -> None:
-        """Rewrite the journal without these tasks, whose bytes have changed."""
+        """Rewrite the journal without these tasks, because their bytes on disk have changed."""
         lasting = {task: digests for task, digests in self.done.items() if task not in tasks}
-        # Rewrite in place and not with a rename, because the lock belongs to this file, and another process could open
-        # the new one. A crash before the end only loses finished tasks, which then run again.
+        # Rewrite the file in place instead of renaming a new file over it. The lock belongs to this file, so another
+        # process could lock the new file. After a crash midway, tasks that are missing from the journal only run again.
         with typed(self.path):
             head = os.pread(self._fd, 4096, 0).partition(b"\n")[0] + b"\n"
             os.ftruncate(self._fd, 0)
@@ -172,7 +172,7 @@ class Journal:
             self.add(task, digests)
 
     def remove(self) -> None:
-        """Delete the file. Call this when the job is published or no task is done."""
+        """Delete the journal. Call this after the result was published, or if no task has finished."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Journal:
 
 
 class MemoryJournal(Journal):
-    """A journal in memory, for a job whose output does not outlive its coordinator."""
+    """A journal in memory, for a job whose output is lost when its coordinator exits."""
 
     def __init__(self) -> None:
         self.done = dict[int, U64]()
@@ -198,7 +198,7 @@ class MemoryJournal(Journal):
 def _locked(path: Path) -> int:
     """Open and lock the file. Raise DestinationError if another process holds the lock."""
     while True:
-        # Another user could guess the name and create a symlink or a FIFO there. Do not follow a symlink or wait for a
+        # Another user could guess the path and create a symlink or a FIFO there. Do not follow a symlink or wait for a
         # FIFO.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(path, flags, 0o666)
@@ -206,11 +206,9 @@ def _locked(path: Path) -> int:
             state = os.fstat(fd)
             if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
                 message = "the journal is not a regular file owned by this user"
-                raise DestinationError(
-                    message, uri=str(path), hint="find out who created the file, and remove the file"
-                )
+                raise DestinationError(message, uri=str(path), hint="find out who created it, then remove it")
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The path may name a different file by now, because the lock is on the open file.
+            # The lock is on the open file, but the path may refer to a different file by now.
             at_path = os.stat(path) if path.exists() else None
         except DestinationError:
             os.close(fd)
@@ -227,14 +225,14 @@ def _locked(path: Path) -> int:
 
 
 def forget_lost_tasks(job: ConversionJob, journal: Journal, out: OutputSet) -> None:
-    """Read back the bytes that earlier runs wrote, and forget tasks whose bytes do not match their digests."""
+    """Read back the output of earlier runs, and forget tasks whose bytes do not match their digests."""
     if lost := _lost(job, journal, out, journal.done):
         journal.forget(dict.fromkeys(lost))
     journal.kept = frozenset(journal.done)
 
 
 def check_repeated(job: ConversionJob, journal: Journal, out: OutputSet, tasks: Iterable[int]) -> None:
-    """Read back tasks that ran more than once. Call this only after the last worker has stopped writing.
+    """Read back the output of tasks that ran more than once. Call this only after the last worker has stopped writing.
 
     Raises:
         OperationFailed: the runs returned different bytes, so the output may be a mixture of them.
@@ -262,7 +260,7 @@ def _lost(job: ConversionJob, journal: Journal, out: OutputSet, tasks: Iterable[
 
 
 def _digests_of(job: ConversionJob, task: int, out: OutputSet) -> U64:
-    """Digest the bytes that are now in a task's output ranges, piece by piece."""
+    """Return the digests of the bytes that are now in a task's output ranges, one for each piece."""
     digests = []
     for written in job.written(task):
         at = int(job.files.table.offset[written.row])
@@ -291,10 +289,10 @@ _STAMP = msgspec.json.Decoder(_Stamp)
 
 
 def stamp(job: ConversionJob, revision: str, files: Iterable[str]) -> bytes:
-    """Return the content of `STAMP`, the file by which a repeated call finds its own result.
+    """Return the content of `STAMP`, the file in which a repeated call finds the key of the job that wrote the result.
 
     Args:
-        files: all other files of the result except those with weights.
+        files: names of all other files in the result, without the weight files.
     """
     return msgspec.json.encode(_Stamp(job=job.key, revision=revision, files=tuple(sorted(files)))) + b"\n"
 
@@ -302,17 +300,17 @@ def stamp(job: ConversionJob, revision: str, files: Iterable[str]) -> bytes:
 def published(
     job: ConversionJob, into: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> str | None:
-    """Return the revision at the destination if this job wrote it, or None.
+    """Return the revision of the result at the destination, or None if this job did not write it.
 
-    The key covers the operation and its options, the sources' revisions, files and identities, and the sizes. The files
-    at the destination must have the names and sizes in the manifest. `penstock verify` also compares their bytes.
+    The job's key covers the operation with its options, the sources' revisions and files, and the task and shard sizes.
+    The files at the destination must have the names and sizes in the manifest. Only `penstock verify` compares bytes.
     """
     place, options = into.rstrip("/"), storage_options
     raw = read_small(f"{place}/{STAMP}", settings=settings, storage_options=options)
     manifest = read_small(f"{place}/{SIDECAR}", settings=settings, storage_options=options) if raw else None
     if raw is None or manifest is None:
         return None
-    # Corrupt or foreign files are not an error here, because this job did not write them.
+    # Corrupt or unrelated files are not an error here, because this job did not write them.
     try:
         mark, there = _STAMP.decode(raw), decode(manifest, uri=into)
     except (*MALFORMED, FormatError, IntegrityError):
@@ -326,7 +324,7 @@ def published(
     if not np.array_equal(there.tensors.nbytes[[row_of[name] for name in table.names]], table.nbytes):
         return None
     if is_remote(into):
-        # An upload writes the manifest last, so the files before it are complete.
+        # An upload writes the manifest last, so all other files are complete.
         return there.revision
     paths = [Path(local_path(place), file.name) for file in there.files]
     is_whole = all(
@@ -336,7 +334,7 @@ def published(
 
 
 def _leaves(job: ConversionJob, journal: Journal) -> tuple[U64, npt.NDArray[np.bool_]]:
-    """Return the digests of the output's leaves, and a mask of the known ones, which one task wrote completely."""
+    """Return the digests of the output's leaves, and a mask of the leaves that a single task wrote completely."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     leaves, is_known = np.zeros(int(first[-1]), np.uint64), np.zeros(int(first[-1]), bool)
@@ -345,7 +343,7 @@ def _leaves(job: ConversionJob, journal: Journal) -> tuple[U64, npt.NDArray[np.b
         for written in job.written(task):
             count = written.num_pieces(leaf_bytes)
             at, stop = int(first[written.row]) + written.start // leaf_bytes, written.stop
-            # Only the first and the last piece may be incomplete leaves.
+            # Only the first and the last piece can be incomplete leaves.
             begin = 0 if written.start % leaf_bytes == 0 else 1
             end = count if stop % leaf_bytes == 0 or stop == int(table.nbytes[written.row]) else count - 1
             if begin < end:
@@ -356,9 +354,9 @@ def _leaves(job: ConversionJob, journal: Journal) -> tuple[U64, npt.NDArray[np.b
 
 
 def manifest_of(job: ConversionJob, journal: Journal, out: OutputSet) -> Manifest:
-    """Build the output's manifest from the tasks' digests. Leaves that several tasks wrote are read back."""
+    """Build the output's manifest from the tasks' digests. Read back and digest each leaf that several tasks wrote."""
     table, leaf_bytes = job.files.table, job.leaf_bytes
-    # The digest of a leaf cannot be computed from digests of its pieces. Each task has at most two incomplete leaves.
+    # A leaf's digest cannot be computed from digests of its pieces. An output range has at most two incomplete leaves.
     leaves, is_known = _leaves(job, journal)
     first = np.concatenate([[0], np.cumsum(num_leaves(table.nbytes, leaf_bytes))])
     for at in np.flatnonzero(~is_known).tolist():
@@ -367,7 +365,7 @@ def manifest_of(job: ConversionJob, journal: Journal, out: OutputSet) -> Manifes
         nbytes = min(leaf_bytes, int(table.nbytes[row]) - start)
         leaves[at] = _digest(out, int(table.file_index[row]), int(table.offset[row]) + start, nbytes)
     entries = zip(out.names, out.file_nbytes, strict=True)
-    # The job's offsets count from the end of the header. A manifest's offsets count from the beginning of the file.
+    # The job's offsets are relative to the end of the header, but a manifest's offsets to the beginning of the file.
     placed = TensorTable(
         names=table.names,
         dtypes=table.dtypes,
@@ -386,7 +384,7 @@ def manifest_of(job: ConversionJob, journal: Journal, out: OutputSet) -> Manifes
 
 
 def output_of(job: ConversionJob, sources: Sequence[WeightSet], directory: Path) -> OutputSet:
-    """Return a job's output: safetensors files, or one GGUF file with the metadata of the first source."""
+    """Return the output files of a job: safetensors files, or one GGUF file with the metadata of the first source."""
     table, body_nbytes, groups = job.files.table, job.files.body_nbytes, job.files.groups
     stored = gguf_of(job.operation)
     if stored is None:
@@ -394,20 +392,20 @@ def output_of(job: ConversionJob, sources: Sequence[WeightSet], directory: Path)
         return OutputSet(directory, table, body_nbytes, metadata, groups, stem=job.stem)
     if groups != ("",):
         raise ConfigError(f"{job.operation.name} creates several weight sets, but a GGUF file can hold only one")
-    # Read the header again for the tokenizer. The first file of a split model has the metadata of all files.
+    # Read the header again for its tokenizer. In a split model, the first file has the metadata of all files.
     source = gguf_header(sources[0].sources[0]) if sources[0].sources else None
     return OutputSet(directory, table, body_nbytes, groups=groups, gguf_header=stored.header(table, source))
 
 
 def _metadata_of(job: ConversionJob, files: Sequence[FileEntry]) -> dict[str, str]:
-    """Return the metadata for every output file: the entries that are equal in all source files, and `METADATA`."""
+    """Return the metadata for every output file: `METADATA`, and the entries that are equal in all source files."""
     if not files or not all(file.name.endswith(".safetensors") for file in files):
         return METADATA
     first, *others = (file.metadata for file in files)
     kept = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-    # Drop these entries, which describe how DCP laid out the source files.
+    # Drop the entries of DCP and Penstock, because they describe the layout of the source files.
     kept = {key: value for key, value in kept.items() if not key.startswith(("DCP", "penstock."))}
-    # Merge the layer descriptions of all source files, because any output file may have any tensor.
+    # Merge the layer descriptions of all source files, because a tensor may be in any output file.
     of_layers = described_layers([file.metadata for file in files])
     if keeps_codes(job.operation):
         kept |= of_layers
@@ -419,7 +417,7 @@ def _metadata_of(job: ConversionJob, files: Sequence[FileEntry]) -> dict[str, st
 
 
 def check_unchanged(weights: WeightSet) -> None:
-    """Raise SourceChanged if a local file was replaced since the job began. Workers may have opened the new file."""
+    """Raise SourceChanged if a local file was replaced during the job. Workers may have opened the new file."""
     for source in weights.sources:
         if isinstance(source, FileSource):
             source.check_unchanged()
@@ -428,12 +426,12 @@ def check_unchanged(weights: WeightSet) -> None:
 def config_of(
     source_files: SmallFiles, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> bytes | None:
-    """Return the source's `config.json` as changed by the operation, or None if the source has none.
+    """Return the source's `config.json` as changed by the operation, or None if the source has no `config.json`.
 
-    Call this before weights are read, so that an error in it does not cost a whole conversion.
+    Call this before weights are read, so that an error in the configuration does not waste a whole conversion.
 
     Raises:
-        FormatError: the source's file is not a JSON object.
+        FormatError: the source's `config.json` is not a JSON object.
         OperationFailed: the operation's `config` raised an error, or returned something other than a mapping.
     """
     at = source_files.files.get(CONFIG)
@@ -442,7 +440,7 @@ def config_of(
     raw = read_file(at, settings=settings, storage_options=storage_options)
     config = read_object(raw, at, hint="repair it, or convert a directory without it")
     try:
-        # Unlike Python's json module, msgspec accepts dataclasses and sets, and writes `null` for infinity.
+        # Let msgspec convert dataclasses and sets, but not encode the JSON, because it writes `null` for infinity.
         return write_object(msgspec.to_builtins(dict(operation.config(config))))
     except PenstockError:
         raise
@@ -455,7 +453,7 @@ def config_of(
 
 
 def without_source_quantization(source_files: SmallFiles, operation: Operation) -> SmallFiles:
-    """Return the small files, without quantisation files if the result is no longer quantised."""
+    """Return the small files. If the result is no longer quantised, omit the files that describe the quantisation."""
     untrue = source_files.files.keys() & CONFIG_FILES
     if keeps_codes(operation) or not untrue:
         return source_files
@@ -471,7 +469,7 @@ def small_files(
     settings: Settings,
     storage_options: Mapping[str, str] | None,
 ) -> dict[str, Content]:
-    """Return the small files of a source, which are read when they are written, and the result of `config_of`."""
+    """Return the small files of the result: `config`, and the source's files, which are read when they are written."""
     files: dict[str, Content] = {} if config is None else {CONFIG: config}
     read = partial(read_file, settings=settings, storage_options=storage_options)
     files |= {name: partial(read, file) for name, file in source_files.files.items() if name != CONFIG}
@@ -483,11 +481,11 @@ def small_files(
 
 
 def sidecar_files(job: ConversionJob, manifest: Manifest, small: Mapping[str, Content]) -> dict[str, Content]:
-    """Return all sidecar files. The operation checks the result first.
+    """Return all sidecar files, after the operation has checked the manifest.
 
-    A result with several weight sets has small files and a manifest in the directory of each set. If the sets share one
-    directory, each file has a separate manifest, and the directory has the small files. The root also has a manifest of
-    all sets, which shows that the result is complete.
+    A result with several weight sets has small files and a manifest in the directory of each set. If all sets are in
+    one directory, each weight file has a separate manifest, and the directory contains the small files once. The root
+    also contains a manifest of all sets. This manifest shows that the result is complete.
     """
     in_each_set = dict(small)
     if isinstance(job.operation, Attested):
@@ -497,7 +495,7 @@ def sidecar_files(job: ConversionJob, manifest: Manifest, small: Mapping[str, Co
     sidecars = {} if groups and not any("*" in group for group in groups) else dict(in_each_set)
     for group in groups:
         files = [i for i, of_file in enumerate(job.files.groups) if of_file == group]
-        # `*` stands for the number of a file. All sets are in one directory, so each manifest needs a different name.
+        # A group name with `*` means that all sets are in one directory, so each manifest needs a different name.
         if "*" in group:
             sidecars |= {f"{manifest.files[i].name}.{SIDECAR}": encode(_part(manifest, [i], group, "")) for i in files}
         else:
@@ -507,7 +505,7 @@ def sidecar_files(job: ConversionJob, manifest: Manifest, small: Mapping[str, Co
 
 
 def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manifest:
-    """Return the manifest of some files. Names of tensors in it do not have their group."""
+    """Return the manifest of one group's files, with tensor names that do not contain the group."""
     assert manifest.leaves is not None
     table = manifest.tensors
     rows = np.flatnonzero(np.isin(table.file_index, files))
@@ -539,7 +537,7 @@ class MemoryDestination(Protocol):
     """Memory on this host to which a conversion writes its result.
 
     Attributes:
-        uri: name of the memory in reports and errors.
+        uri: name of the destination in reports and errors.
     """
 
     uri: str
@@ -548,15 +546,15 @@ class MemoryDestination(Protocol):
         """Allocate memory for the job's one file, call `fill`, and publish the memory completely or not at all.
 
         Args:
-            key: key of the job. The same sources and operations have the same key.
+            key: key of the job, which is the same for the same sources and operations.
             nbytes: size of the file in bytes.
-            fill: must be called once, with a path that processes of this user on this host can write to.
+            fill: writes the file and returns its manifest. It must be called once, with a path to write to.
 
         Raises:
             BudgetTooSmall: there is not enough memory.
-            ConfigError: the result already exists.
+            ConfigError: the destination already contains a result.
 
-        Errors that `fill` raises are not caught.
+        Errors from `fill` are raised unchanged.
         """
         ...
 
@@ -565,12 +563,12 @@ def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputReg
     """Run a job into a memory destination, and return the result's revision.
 
     Args:
-        run: called with the output and the journal. It runs every task, and raises if a source changed.
+        run: function that runs every task with the output and the journal, and raises an error if a source changed.
 
     Raises:
         ConfigError: the result is not a single weight set. See also `MemoryDestination.take`.
     """
-    # The destination maps the memory as one weight set. The ranks of a reshard would need a region each.
+    # The destination maps the memory as one weight set, but each rank of a reshard would need a separate region.
     if gguf_of(job.operation) is not None:
         hint = "convert to a directory, or without gguf"
         raise ConfigError(f"{target.uri} accepts tensors, but not a GGUF file", uri=target.uri, hint=hint)
@@ -578,7 +576,7 @@ def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputReg
         raise ConfigError(
             f"{target.uri} accepts only one weight set, but {job.operation.name} creates several", uri=target.uri
         )
-    # `take` returns nothing, so `make` passes the manifest on through a list.
+    # `take` returns None, so `make` stores the manifest in a list.
     manifests: list[Manifest] = []
 
     def make(path: Path) -> Manifest:
@@ -587,7 +585,7 @@ def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputReg
             out.open()
             run(out, notes)
             manifest = manifest_of(job, notes, out)
-            # Memory has no file name. Use the name for a member that writes the result to a file.
+            # Memory has no file name, but a member that writes the result to a file needs a name.
             (entry,) = manifest.files
             manifest = replace(manifest, files=(replace(entry, name=file_names(1, job.stem)[0]),))
         finally:

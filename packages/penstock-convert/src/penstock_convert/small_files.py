@@ -65,7 +65,7 @@ NO_SMALL_FILES = SmallFiles(files={}, left_out={})
 def find_small_files(
     uri: str, weights: Collection[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> SmallFiles:
-    """Find the small files of a model without reading them. For a single file or a glob, no file is copied.
+    """Find the small files of a model without reading them. There are none for a single file or a glob.
 
     Hidden files are ignored. Symlinks to files are followed, and symlinks to folders are not.
 
@@ -75,7 +75,7 @@ def find_small_files(
 
     Raises:
         NotFound, PermissionDenied, SourceUnavailable: the storage cannot list the files.
-        FormatError: a file in the directory itself would be copied, but is not a regular file.
+        FormatError: a file directly in the directory would be copied, but is not a regular file.
     """
     if uri.endswith(INDEX_SUFFIX):
         uri = uri.rpartition("/")[0] or "."
@@ -84,7 +84,7 @@ def find_small_files(
     models = _other_models(found, parts)
     copied: dict[str, str] = {}
     for name, file in found.items():
-        # The JSON that lists the files of a result cannot contain this name.
+        # This name is not valid Unicode, so the JSON that lists the files of a result cannot contain it.
         if _printable(name) != name:
             left_out[file] = "a name that is not Unicode"
             continue
@@ -102,7 +102,7 @@ def find_small_files(
 def _below(
     uri: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a URI by name, and why each other file cannot belong to a model."""
+    """Return the files below a URI by name, and the reason why each remaining file cannot belong to a model."""
     if not is_remote(uri):
         path = local_path(uri)
         if not os.path.isdir(path):
@@ -118,7 +118,7 @@ def _below(
     listed = list_files(uri, settings=settings, storage_options=storage_options)
     is_http = uri.startswith(("http://", "https://"))
     if listed == [uri] or (glob.has_magic(uri) and not is_http):
-        # Do not search for small files, because that would cost requests.
+        # Do not search for small files, because the search would send additional requests.
         path = uri.partition("?")[0] if is_http else uri
         return {}, {f"{path.rpartition('/')[0]}/": _SINGLE_FILE}
     prefix, below = directory_prefix(uri), dict[str, str]()
@@ -126,12 +126,12 @@ def _below(
         below[prefix] = "HTTP has no listing, so only files with the usual names are copied"
     else:
         if not all(file.startswith(prefix) for file in listed):
-            # The storage adds something, for example the revision of a repository.
+            # The storage has added something to the URIs, for example the revision of a repository.
             prefix = f"{min(listed, key=lambda file: file.count('/')).rpartition('/')[0]}/"
         try:
             listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
         except PenstockError as error:
-            # Every client rejects some names, such as `a/../b`. The model's own files were listed before.
+            # Every client rejects some names, such as `a/../b`. The model's own files have already been listed.
             below[prefix] = f"the folders cannot be listed: {error.message}"
     found, left_out = {}, below
     names = {file.removeprefix(prefix): file for file in listed}
@@ -148,7 +148,7 @@ def _below(
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether an object's name, used as a path, stays below the directory."""
+    """Return whether an object's name, used as a relative path, stays inside the directory."""
     return str(PurePosixPath(name)) == name and name[:1] != "/" and ".." not in name.split("/") and "\0" not in name
 
 
@@ -159,21 +159,21 @@ def _printable(path: str) -> str:
 def _folders_of_model(
     modules: str | None, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> frozenset[str]:
-    """Return the folders that `modules.json` lists. They belong to the model even if they have weights."""
+    """Return the folders that `modules.json` lists. These folders belong to the model even if they contain weights."""
     raw = None if modules is None else read_small(modules, settings=settings, storage_options=storage_options)
     if raw is None:
         return frozenset()
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError):
-        # The file is copied unchanged, so its content does not matter here.
+        # An invalid `modules.json` is not an error here, because the file is copied unchanged.
         return frozenset()
     named = entries if isinstance(entries, list) else []
     return frozenset(str(entry.get("path")) for entry in named if isinstance(entry, dict))
 
 
 def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset[str]:
-    """Return folders that contain a different model: weights with a configuration, or a manifest."""
+    """Return the folders that contain a different model: weights with a configuration, or a manifest."""
     folders: dict[str, set[str]] = {}
     for name in found:
         folder, _, last = name.rpartition("/")
@@ -188,7 +188,7 @@ def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset
 
 
 def _why_not(name: str, models: Collection[str]) -> str:
-    """Return why a file is not copied, or "" if it is copied."""
+    """Return the reason why a file is not copied, or "" if it is copied."""
     folders, _, last = name.rpartition("/")
     parents = folders.split("/") if folders else []
     if other := next((folder for folder in parents if _OTHER_FORMATS.search(folder)), None):
@@ -223,7 +223,7 @@ def _too_large(
 
 
 def read_file(file: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes:
-    """Return the content of a file from `find_small_files`. Raises NotFound if it was removed."""
+    """Return the content of a file from `find_small_files`. Raise NotFound if the file was removed."""
     raw = read_small(file, settings=settings, storage_options=storage_options)
     if raw is None:
         raise NotFound("the file was removed during the conversion", uri=display(file), hint="run the conversion again")

@@ -1,7 +1,7 @@
-"""Runs operations without workers, with rows cut wherever their recipes allow.
+"""Run an operation without workers, and check that the cuts that its recipes allow do not change the result.
 
-It returns the outputs by name, or raises AssertionError if a cut changes their bits. A test compares the outputs with
-its own reference.
+`check_rows` returns the outputs by name, or raises AssertionError if a cut changes a bit. A test compares the outputs
+with its own reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def table_of(tensors: Tensors) -> TensorTable:
-    """Return the table of a checkpoint with these tensors."""
+    """Return the tensor table of a checkpoint that contains these tensors."""
     specs = [
         Spec(name=name, dtype=dtype_of(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in tensors.items()
     ]
@@ -29,9 +29,9 @@ def table_of(tensors: Tensors) -> TensorTable:
 
 
 def outputs_of(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
-    """Return all outputs by name. With a seed, the recipes are cut at random rows.
+    """Return all outputs by name. With a seed, cut the recipes at random rows.
 
-    The recipes determine dtypes and shapes.
+    The outputs have the dtypes and shapes that the recipes declare.
     """
     found: dict[str, torch.Tensor] = {}
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
@@ -46,7 +46,7 @@ def outputs_of(operation: Operation, *sources: Tensors, seed: int | None = None)
 
 
 def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = range(3)) -> dict[str, torch.Tensor]:
-    """Return the outputs of whole recipes. Compare them bit for bit with random cuts and with outputs made in parts."""
+    """Return the outputs of whole recipes, and check that random cuts and runs in parts give the same bits."""
     whole = outputs_of(operation, *sources)
     if isinstance(operation, StreamedOperation):
         _check_parts(operation, sources, whole)
@@ -88,7 +88,7 @@ def _run(
     for wanted in recipe.inputs:
         tensor, box = sources[wanted.source][wanted.spec.name], wanted.taken(start, stop)
         if (dtype_of(tensor.dtype), tuple(tensor.shape)) != (wanted.spec.dtype, wanted.spec.shape):
-            # An operation may request the bytes of a tensor.
+            # An operation may request a tensor as raw bytes.
             tensor = _bytes(tensor)
         cut = () if box is None else tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         inputs.append(None if box is None else tensor[cut].clone().contiguous())

@@ -1,4 +1,4 @@
-"""Reports the state of a conversion to an observer, at most once a second and at each change of its phase."""
+"""Reports the state of a conversion to an observer, at most once a second and whenever its phase changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JobWatch:
     """Reports the states of one conversion to an observer.
 
     Args:
-        observer: receives the states. None means that nothing is reported.
+        observer: receives the states. If None, nothing is reported.
         job: the planned job.
         sources, into: URIs.
     """
@@ -52,7 +52,7 @@ class JobWatch:
         self._show(self._state)
 
     def turn(self, coordinator: Coordinator) -> None:
-        """Report the state of a running conversion, unless a state was reported within `SHOW_S`."""
+        """Report the state of a running conversion, unless the last report is less than `SHOW_S` old."""
         if self._show is None or time.monotonic() - self._shown < SHOW_S:
             return
         self._note(coordinator, "running")
@@ -67,7 +67,7 @@ class JobWatch:
         if self._show is None:
             return
         state = self._state
-        # Without a sample nothing ran, because an earlier call had finished every task.
+        # If there is no sample, no task ran, because an earlier call had finished every task.
         since, before = self._samples[0] if self._samples else (0.0, state.total_bytes)
         self._end(
             phase="done",
@@ -95,7 +95,7 @@ class JobWatch:
         self._shown = now = time.monotonic()
         placement, done_bytes = coordinator.placement, coordinator.done_bytes
         if not self._samples:
-            # The first sample is the start of this run, when only tasks of earlier runs are done.
+            # The first sample describes the start of this run, when only the tasks of earlier runs are done.
             self._samples.append((min(coordinator.began, now), coordinator.resumed_bytes))
         self._samples.append((now, done_bytes))
         # Keep the first sample, because the average over the whole run uses it.

@@ -60,7 +60,7 @@ _PROBE_MAX_BYTES = 4 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
-    """The bytes of a stored item."""
+    """The location, dtype and shape of a stored item."""
 
     name: str
     """Name in the weight set's table. Errors also identify the item by this name."""
@@ -83,7 +83,7 @@ class Checkpoint(Protocol):
     uri: str
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """Locate the bytes of these items: open and check the files that contain them.
+        """Locate the bytes of these items. This opens and checks the files that contain the items.
 
         Raises:
             NotFound: a file is missing.
@@ -93,14 +93,14 @@ class Checkpoint(Protocol):
         ...
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
-        """Return the place of an item that was located before.
+        """Return the row of an item that `locate` has located.
 
         Raise FormatError if the checkpoint does not contain the item.
         """
         ...
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
-        """Return the weight set for loading these rows. The checkpoint closes its sources."""
+        """Return the weight set for loading these rows. `close` closes its sources."""
         ...
 
     def close(self) -> None:
@@ -109,10 +109,10 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(uri: Uri, *, settings: Settings, storage_options: Mapping[str, str] | None) -> Checkpoint:
-    """Open the checkpoint at `uri`. It is in DCP's own format if it contains `.metadata`, and otherwise in safetensors.
+    """Open the checkpoint at `uri`: in DCP's own format if it contains `.metadata`, and otherwise in safetensors.
 
     Raises:
-        NotFound: there is no checkpoint.
+        NotFound: there is no checkpoint at `uri`.
         FormatError: the metadata or a header is malformed, or the two contradict each other.
         SourceError: the storage failed.
     """
@@ -127,7 +127,7 @@ def open_checkpoint(uri: Uri, *, settings: Settings, storage_options: Mapping[st
 
 
 class SafetensorsCheckpoint:
-    """A checkpoint in safetensors files with whole tensors, or with parts whose offsets are in DCP_SHARDING_INFO."""
+    """A checkpoint in safetensors files that contain whole tensors, or parts with offsets in DCP_SHARDING_INFO."""
 
     def __init__(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
         # Offsets of the parts in each file. Several threads may fill this dict while headers are read.
@@ -165,7 +165,7 @@ class SafetensorsCheckpoint:
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._rows: dict[MetadataIndex, CheckpointRow] = {}
         sharded: set[str] = set()
-        # Use lists, because a numpy scalar costs ten times as much as a Python number.
+        # Use lists, because reading a numpy scalar takes ten times as long as reading a Python number.
         places = (table.file_index.tolist(), table.offset.tolist(), table.nbytes.tolist())
         columns = zip(table.names, table.dtypes, table.shapes, *places, strict=True)
         by_part = {uri: {_part_name(n, at): (n, at) for n, at in offsets.items()} for uri, offsets in parts.items()}
@@ -176,9 +176,7 @@ class SafetensorsCheckpoint:
             )
             if is_bytes:
                 if kind is not DType.U8 or len(stored) != 1:
-                    raise FormatError(
-                        "stored bytes are not a U8 tensor with one dim", uri=uris[file], tensor=clip(part)
-                    )
+                    raise FormatError("stored bytes are not a one-dim U8 tensor", uri=uris[file], tensor=clip(part))
                 tensors[part] = BytesStorageMetadata()
                 self._rows[MetadataIndex(part)] = row
                 continue
@@ -195,8 +193,7 @@ class SafetensorsCheckpoint:
             there = tensors.get(name)
             if there is None:
                 tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [chunk])
-                # If a tensor has a single part, the tensor and the part have the same size only if the part begins at
-                # offset 0.
+                # If a tensor has a single part that does not begin at offset 0, the tensor is larger than the part.
                 if any(offset):
                     sharded.add(name)
                 continue
@@ -215,7 +212,7 @@ class SafetensorsCheckpoint:
         return Metadata(tensors, storage_data=self._rows)
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """See `Checkpoint.locate`. The headers contain every place and were read when the checkpoint was opened."""
+        """Do nothing. The headers contain every location and were read when the checkpoint was opened."""
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
         """See `Checkpoint.row`."""
@@ -223,7 +220,7 @@ class SafetensorsCheckpoint:
             return self._rows[index]
         except KeyError:
             raise FormatError(
-                "the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)
+                "the checkpoint lacks a part of the tensor", uri=self.uri, tensor=clip(index.fqn)
             ) from None
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
@@ -240,7 +237,7 @@ def _part_name(name: str, offset: Sequence[int]) -> str:
 
 
 def _offsets_of(file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
-    """Return the offset of each of a file's parts within its tensor, or None if the file contains whole tensors."""
+    """Return the offset of each part in a file within the part's tensor, or None if the file contains whole tensors."""
     raw = header.metadata.get(SHARDING_KEY)
     if raw is None:
         return None
@@ -256,7 +253,7 @@ def _offsets_of(file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
 
 
 def _bytes_names(file: str, header: Header) -> list[str]:
-    """Return the names of a file's tensors that are archives of other values."""
+    """Return the names of the tensors in a file that contain archives of other values."""
     raw = header.metadata.get(BYTES_KEY)
     if raw is None:
         return []
@@ -298,7 +295,7 @@ class DistcpCheckpoint:
         self._files: dict[str, int] = {}
         self._sources: list[Source] = []
         self._rows: dict[MetadataIndex, CheckpointRow] = {}
-        # Parsed descriptions, keyed by the bytes of `data.pkl`, because a model's many tensors have only a few distinct
+        # Parsed descriptions by the bytes of `data.pkl`, because the many tensors of a model have only a few distinct
         # ones.
         self._tensors: dict[bytes, tuple[distcp.StoredTensor, str, int]] = {}
 
@@ -307,9 +304,7 @@ class DistcpCheckpoint:
         wanted = [index for index in dict.fromkeys(indexes) if index not in self._rows]
         for index in wanted:
             if index not in self._entries:
-                raise FormatError(
-                    "the metadata does not say where the tensor is stored", uri=self.uri, tensor=clip(index.fqn)
-                )
+                raise FormatError("the metadata has no location for the tensor", uri=self.uri, tensor=clip(index.fqn))
         self._open({self._entries[index].file for index in wanted})
         tensors: list[tuple[MetadataIndex, int, distcp.DistcpEntry]] = []
         for index in wanted:
@@ -359,7 +354,7 @@ class DistcpCheckpoint:
             return
         with Threads(min(FETCH_THREADS, len(new)), thread_name_prefix="penstock-open") as pool:
             jobs = [pool.submit(open_one, name) for name in new]
-            # Add all opened files, so that they are closed even if opening another file failed.
+            # Add every opened file, so that `close` closes it even if opening another file failed.
             for name, job in zip(new, jobs, strict=True):
                 if job.exception() is None:
                     self._add(name, job.result())
@@ -371,7 +366,7 @@ class DistcpCheckpoint:
         self._sources.append(source)
 
     def _chunk_sizes(self, names: set[str]) -> dict[MetadataIndex, tuple[int, ...]]:
-        """Return the size of each part of these tensors by index."""
+        """Return the size of each part of these tensors by the part's index."""
         sizes = {}
         for name in names:
             item = self.metadata.state_dict_metadata[name]
@@ -392,7 +387,7 @@ class DistcpCheckpoint:
         tail = probe.read(file, entry.offset + entry.nbytes - tail_bytes, tail_bytes)
         members = distcp.directory(tail, entry.nbytes, uri=uri, tensor=name)
         if isinstance(members, int):
-            # The zip directory is longer than those of all known writers, but not longer than the archive.
+            # The zip directory is longer than the prefetched tail, which is unusual but valid.
             tail = probe.read(file, entry.offset + entry.nbytes - members, members)
             members = distcp.directory(tail, entry.nbytes, uri=uri, tensor=name)
             assert not isinstance(members, int)
@@ -404,9 +399,7 @@ class DistcpCheckpoint:
             head = probe.read(file, entry.offset + member.start, 30)
             start = distcp.body_start(head, member, uri=uri, tensor=name)
             if start + member.nbytes > entry.nbytes:
-                raise FormatError(
-                    "a member of the tensor's archive ends outside the archive", uri=uri, tensor=clip(name)
-                )
+                raise FormatError("a member of the archive ends outside the archive", uri=uri, tensor=clip(name))
             return start, member.nbytes
 
         start, nbytes = body("data.pkl")
@@ -462,7 +455,7 @@ class DistcpCheckpoint:
             return self._rows[index]
         except KeyError:
             raise FormatError(
-                "the checkpoint does not contain this part of the tensor", uri=self.uri, tensor=clip(index.fqn)
+                "the checkpoint lacks a part of the tensor", uri=self.uri, tensor=clip(index.fqn)
             ) from None
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
@@ -489,7 +482,7 @@ class DistcpCheckpoint:
 
 
 def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
-    """Return a table with these rows."""
+    """Return a tensor table with these rows."""
     return TensorTable(
         names=tuple(row.name for row in rows),
         dtypes=tuple(row.dtype for row in rows),
@@ -501,9 +494,9 @@ def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
 
 
 class _Probe:
-    """The beginnings and ends of archives, which say where the elements are. A few large reads fetch them in advance.
+    """Prefetched beginnings and ends of archives. They say where the elements are.
 
-    Archives are adjacent in a file, so the end of one and the beginning of the next can be read together.
+    Archives are adjacent in a file, so one read covers the end of an archive and the beginning of the next archive.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     archive: data.pkl (dtype, shape, strides) | small records | data/0 (the elements) | ... | directory of a zip file
 
-The records are not compressed. A tensor's elements are contiguous in the file, so they are read directly into the
-tensor. `pickled` decodes the pickles, and `reader` reads the files.
+The records are not compressed. The elements of a stored tensor are contiguous in the file, so they can be read directly
+into the target tensor. `pickled` decodes the pickles, and `reader` reads the files.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _PROPERTIES = Global(_META, "TensorProperties")
 _CHUNK = Global(_META, "ChunkStorageMetadata")
 _INDEX = Global(_META, "MetadataIndex")
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-# Names in the metadata whose values are not used.
+# Names that may occur in the metadata, but whose values are not used.
 _UNUSED = {
     Global(_META, "_MEM_FORMAT_ENCODING"),
-    # Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(enum, name)`. The decoder does not call `getattr`.
+    # Python 3.11.0 to 3.11.3 pickle an enum member as a call of `getattr`. The decoder never calls `getattr`.
     Global("builtins", "getattr"),
     Global(_META, "StorageMeta"),
     Global("torch.serialization", "_get_layout"),
@@ -96,7 +96,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistcpEntry:
-    """A stored item: a byte range in a file. The bytes are a torch.save archive."""
+    """A stored item: a byte range in a file that contains a torch.save archive."""
 
     file: str
     """Plain file name relative to the checkpoint."""
@@ -106,7 +106,7 @@ class DistcpEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The tensor in an archive. `order` lists its dims by decreasing stride, which is the order of the bytes."""
+    """The tensor in an archive. `order` lists the dims by decreasing stride, which is the order of the bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
     """Parse a checkpoint's metadata. The `storage_data` of the result maps each index to a `DistcpEntry`.
 
     Raises:
-        FormatError: the file is not a pickle of DCP metadata, or contradicts itself. The error names the tensor.
+        FormatError: the file is not a pickle of DCP metadata, or its entries contradict each other.
     """
     root = _record(decode(raw, _METADATA_NAMES, uri=uri), _METADATA, uri)
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -149,11 +149,11 @@ def _require_entries(
         wanted = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
         for index in wanted or [MetadataIndex(name)]:
             if index not in entries:
-                raise FormatError("the metadata does not say where the tensor is stored", uri=uri, tensor=clip(name))
+                raise FormatError("the metadata has no location for the tensor", uri=uri, tensor=clip(name))
 
 
 def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
-    """Return the fields of a dataclass."""
+    """Return the fields of a dataclass instance in a decoded pickle."""
     if not isinstance(value, PickleRecord) or value.call != call or value.args or value.items:
         raise FormatError(f"expected a {call.name} in the metadata", uri=uri)
     state = {} if value.state is None else value.state
@@ -168,9 +168,9 @@ def _dict(value: Any, uri: str) -> dict[Any, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error message.
+    """Return a text for an error message: the content of a string, or only the type of another value.
 
-    Only the content of strings is shown, because a small pickle can hold a value with a huge text form.
+    A small pickle can contain a value with a huge `repr`.
     """
     return repr(clip(value)) if isinstance(value, str) else f"a {type(value).__name__}"
 
@@ -213,15 +213,13 @@ def require_covered(name: str, size: torch.Size, chunks: list[ChunkStorageMetada
         fault = f"the parts have {total} elements, the tensor {math.prod(size)}: a shard is missing or duplicated"
         raise FormatError(fault, uri=uri, tensor=clip(name))
     if total and len(chunks) > 1 and not _are_apart(size, chunks):
-        raise FormatError(
-            "the parts overlap: one shard is duplicated, and another is missing", uri=uri, tensor=clip(name)
-        )
+        raise FormatError("parts overlap: one shard is duplicated, another is missing", uri=uri, tensor=clip(name))
 
 
 def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     """Return whether chunks do not overlap.
 
-    The caller has checked that they lie inside the tensor and have as many elements.
+    The caller has checked that the chunks lie inside the tensor and have as many elements as the tensor in total.
     """
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     cut = {dim for chunk in chunks for dim, extent in enumerate(chunk.sizes) if extent != size[dim]}
@@ -229,7 +227,7 @@ def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
         (dim,) = cut
         ends = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in chunks)
         return all(stop <= start for (_, stop), (start, _) in pairwise(ends))
-    # Reject sizes that overflow 64 bits, because no file can hold a tensor that large.
+    # Reject sizes that overflow 64 bits, because no file can contain such a large tensor.
     if math.prod(extent + 1 for extent in size) >= 1 << 62:
         return False
     boxes = [
@@ -254,13 +252,13 @@ def _entry(name: str, value: Any, uri: str) -> DistcpEntry:
 
 
 def _paths(value: Any, uri: str) -> dict[str, Path] | None:
-    """Return the planner's table. It maps each flat name to the keys that lead to the value in the nested state."""
+    """Return the planner's data: for each flat name, the keys that lead to the value in the nested state."""
     if value is None:
         return None
     paths: dict[str, Path] = {}
     for name, path in _dict(value, uri).items():
-        # An int in a path is a list index, and a planner creates a list that is long enough for it, so `is_key` limits
-        # the int.
+        # An int in a path is a list index. A planner creates a list that is long enough for the index, so `is_key`
+        # limits it.
         if not isinstance(name, str) or not isinstance(path, tuple) or not all(map(is_key, path)):
             raise FormatError("the planner's data in the metadata is malformed", uri=uri)
         paths[name] = path
@@ -268,7 +266,7 @@ def _paths(value: Any, uri: str) -> dict[str, Path] | None:
 
 
 def is_key(key: Any) -> bool:
-    """Return whether a value can be a key in a planner's path: a name, or an index in a list."""
+    """Return whether a value can be a key in a planner's path: a string, or a list index below a limit."""
     return isinstance(key, str) or (type(key) is int and 0 <= key < 1 << 20)
 
 
@@ -287,7 +285,7 @@ class _Member:
 
 
 def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _Member] | int:
-    """Return the members of an archive, or the number of bytes at its end that are required to find them.
+    """Return the members of an archive. If `tail` is too short, return the number of bytes that it must contain.
 
     Args:
         tail: the archive's last bytes.
@@ -295,7 +293,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
         uri, tensor: names for errors.
 
     Raises:
-        FormatError: the archive does not end as a zip file, or a member is compressed or lies outside the archive.
+        FormatError: the archive does not end like a zip file, or a member is compressed or lies outside the archive.
     """
 
     def fault(why: str) -> FormatError:
@@ -336,7 +334,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
 
 
 def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int, int]:
-    """Return a member's sizes and offset. Values that do not fit in 32 bits come from the zip64 field."""
+    """Return a member's sizes and offset. Values that do not fit in 32 bits are read from the zip64 field."""
     at, wide = 0, b""
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, at)
@@ -352,7 +350,7 @@ def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int,
 
 
 def body_start(head: bytes, member: _Member, *, uri: str, tensor: str) -> int:
-    """Return the offset of a member's bytes. `head` begins with the member's local header."""
+    """Return the offset of a member's bytes in the archive. `head` begins with the member's local header."""
     if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
         raise FormatError("not a torch.save archive: a member has no header", uri=uri, tensor=clip(tensor))
     fields = _LOCAL.unpack_from(head)
@@ -360,7 +358,7 @@ def body_start(head: bytes, member: _Member, *, uri: str, tensor: str) -> int:
 
 
 def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) -> _Member:
-    """Return the member `<any directory>/<name>`. Raise FormatError unless there is exactly one."""
+    """Return the member `<any directory>/<name>`. Raise FormatError unless exactly one member matches."""
     found = [each for path, each in members.items() if path.partition("/")[2] == name]
     if len(found) != 1:
         raise FormatError(f"not a torch.save archive: {name} is missing or duplicated", uri=uri, tensor=clip(tensor))
@@ -370,7 +368,7 @@ def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) 
 def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
     """Return a member's bytes from a complete archive. Raise FormatError if the member is missing or malformed."""
     members = directory(archive, len(archive), uri=uri, tensor=tensor)
-    # An int means that the directory would begin before the start of the archive.
+    # The result is an int only if the zip directory would begin before the start of the archive.
     if isinstance(members, int):
         raise FormatError(
             "not a torch.save archive: the zip directory lies outside the archive", uri=uri, tensor=clip(tensor)

@@ -1,10 +1,10 @@
-"""Reads parts of a load from local files into host memory. Each of the many small tensors costs little time in Python.
+"""Reads parts of a load from local files into host memory, with little Python time for each small tensor.
 
     one run of bytes, same dtype  --pread--> the target's memory
     columns, another dtype, ...   --copy--> the target, from a mapping of the file
 
-It asks the kernel to read missing pages into the page cache before the copies reach them, so that one thread can keep a
-disk busy. `loader.run` reads remote files, and files whose tensors go to a device.
+Before a copy from a mapping, the kernel prefetches missing pages, so that one thread can keep a disk busy. `loader.run`
+reads remote files, and files with tensors for a device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Work = tuple[int, FilePart, int, int, bool]
 
 
 def num_threads(num_ranks: int) -> int:
-    """Return the number of read threads for a rank. Ranks share the cores, because all of them may be on this host."""
+    """Return the number of read threads for a rank, which shares the cores because all ranks may be on this host."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
 
 
@@ -88,7 +88,7 @@ class LocalFill:
         self.moved_bytes = 0
         self._is_copied = False
         self._fills_tensors = not all(part.row.is_bytes for part in parts)
-        # Guards the byte counts and the I/O paths if there are several threads.
+        # The lock protects the byte counts and the I/O paths if there are several threads.
         self._lock = threading.Lock()
         self._is_stopped = False
 
@@ -99,10 +99,10 @@ class LocalFill:
         return memory
 
     def run(self, threads: int) -> None:
-        """Read, check and deliver every part. Use the calling thread unless several threads are faster.
+        """Read, check and deliver every part. Use only the calling thread if there are few bytes.
 
         Raises:
-            PenstockError: the read failed. `session.is_touched` says whether a target may have been written to.
+            PenstockError: the read failed. `session.is_touched` tells whether a target may have been modified.
         """
         total = sum(span for _, _, _, span, _ in self._work)
         count = max(1, min(threads, total // _THREAD_BYTES))
@@ -123,7 +123,7 @@ class LocalFill:
             self._session.is_touched = self._is_copied or (is_read and self._fills_tensors)
 
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
-        """Wait for the threads. After all of them have stopped, raise the first error or a pending interrupt."""
+        """Wait for all threads to stop, and then raise the first error or a pending interrupt."""
         try:
             while wait(jobs, interrupts.longest_wait_s(_LOOK_S)).not_done:
                 interrupts.raise_if_noted()
@@ -172,7 +172,7 @@ class LocalFill:
                     self._session.paths[key] = self._session.paths.get(key, 0) + count
 
     def _read(self, number: int, part: FilePart, offset: int, memory: torch.Tensor) -> str:
-        """Read a contiguous run directly into its memory. Return the I/O path that was used."""
+        """Read a contiguous run directly into its destination. Return the I/O path that was used."""
         source, array = self._sources[part.row.file], memory.numpy()
         path, view = "", array.data
         for at in range(0, len(array), _READ_BYTES):
@@ -186,7 +186,7 @@ class LocalFill:
         return path
 
     def _copy(self, mapped: _Mapped, number: int, part: FilePart, offset: int, nbytes: int) -> str:
-        """Copy a box that is not contiguous, or whose dtype or strides differ, from a mapping of its file.
+        """Copy a box from a mapping of its file, because the box is not contiguous or its dtype or strides differ.
 
         Return the I/O path that was used.
         """
@@ -207,7 +207,7 @@ class LocalFill:
         return "mmap"
 
     def _check(self, number: int, part: FilePart, stored: Bytes) -> None:
-        """Compare a whole tensor with its digests. Raise IntegrityError if they differ."""
+        """Compare a whole tensor with its digests. Raise IntegrityError if a digest differs."""
         if self._checker is not None and part.box is None:
             self._memories[self._slabs[number]] = stored
             self._checker.check([self._slabs[number]])

@@ -1,4 +1,4 @@
-"""The parts of a load. A part is a box of a stored item, with the tensors in the state that the box fills.
+"""The parts of a load. A part is a box in a stored item, and the tensors in the state that the box fills.
 
 `reader` orders the parts, and `local_files` and `loader` read them.
 """
@@ -18,7 +18,7 @@ from penstock_dcp.checkpoint import CheckpointRow
 
 @dataclass(slots=True, kw_only=True)
 class FilePart:
-    """A box of a stored item, with the plan's items that it fills."""
+    """A box in a stored item, and the plan's items that read this box."""
 
     row: CheckpointRow
     box: Box | None
@@ -30,23 +30,23 @@ class FilePart:
 
     @property
     def device(self) -> torch.device:
-        """Return the targets' device, including its index."""
+        """Return the device of the targets, with its index."""
         device = self.targets[0].device
         return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
     def span(self) -> tuple[int, int, bool]:
-        """Return the box's offset in its file, its extent in bytes, and whether the box is contiguous."""
+        """Return the offset of the box in its file, the number of bytes that it spans, and whether it is contiguous."""
         row, box = self.row, self.box
         if box is None:
             return row.offset, row.nbytes, True
-        # `box_of` has already refused boxes of F4 tensors, whose elements share bytes.
+        # `box_of` has already refused boxes in F4 tensors, whose elements share bytes.
         width = stride = torch_dtype(row.dtype).itemsize
         first, last = 0, 0
         is_cut, is_run = False, True
         for start, stop, size in zip(reversed(box.start), reversed(box.stop), reversed(row.shape), strict=True):
             if stop == start:
                 return row.offset, 0, True
-            # If an inner dim is cut, each further index of an outer dim starts a new run.
+            # If an inner dim is cut, each additional index of an outer dim starts a new run.
             is_run &= not is_cut or stop - start == 1
             is_cut |= stop - start != size
             first += start * stride
@@ -64,7 +64,7 @@ class FilePart:
         return target.reshape(-1).view(torch.uint8)
 
     def deliver(self, memory: torch.Tensor) -> None:
-        """Copy the box's bytes to the targets, except the target into which they were read."""
+        """Copy the box to all targets, except a target into which the bytes were read directly."""
         if self.row.is_bytes:
             self.data = memory.numpy().tobytes()
             return
@@ -72,7 +72,7 @@ class FilePart:
         self.deliver_tensor(memory.view(torch_dtype(self.row.dtype)).view(torch_shape(self.row.dtype, shape)))
 
     def deliver_tensor(self, stored: torch.Tensor) -> None:
-        """Copy the box to the targets, except a target that uses the memory of `stored`.
+        """Copy the box to all targets, except a target that shares memory with `stored`.
 
         The dims of `stored` are in the order of the bytes.
         """
@@ -82,12 +82,12 @@ class FilePart:
                 ordered.copy_(stored)
 
     def _ordered(self, target: torch.Tensor) -> torch.Tensor:
-        """Return a target with its dims in the order of the stored bytes."""
+        """Return a target with its dims permuted into the order of the stored bytes."""
         return target if self.row.order is None else target.permute(self.row.order)
 
 
 def box_of(item: ReadItem, row: CheckpointRow) -> Box | None:
-    """Return the box that an item reads from a row, with dims in the order of the bytes. None means the whole row.
+    """Return the box that an item reads from a row, with dims in the order of the bytes, or None for the whole row.
 
     Raises:
         PlanError: the box lies outside the row, or is a part of an F4 tensor.

@@ -49,10 +49,10 @@ needed."""
 
 
 class _Unreadable(Metadata):
-    """The metadata of an unreadable checkpoint, which raises the error when it is used.
+    """A substitute for the metadata of an unreadable checkpoint. It raises the read error when it is used.
 
-    DCP catches errors from `read_metadata` and raises an AssertionError that has only their text. An error in the next
-    step reaches the caller unchanged, in `CheckpointException.failures`.
+    DCP catches an error from `read_metadata` and raises an AssertionError that contains only the text of the error.
+    From the next step, an error reaches the caller unchanged, in `CheckpointException.failures`.
     """
 
     def __init__(self, error: PenstockError) -> None:
@@ -69,12 +69,12 @@ class CheckpointReader(StorageReader):
 
     Args:
         uri: a URI as for `penstock.load`, such as a directory, a file, an index, `s3://`, `hf://` or `http://`. None
-            means that DCP passes it as `checkpoint_id`.
-        verify: whether bytes are compared with digests. See `penstock.load`. A part of a tensor has no digest.
-        memory_bytes: limit of host staging. See `penstock.load`.
-        storage_options: credentials and endpoint of an object store. See `penstock.load`.
-        cast: whether a tensor is cast if its dtype differs from the stored one, as torch's readers do. If False, a
-            different dtype is a PlanError.
+            means that DCP passes the URI as `checkpoint_id`.
+        verify: whether whole tensors are compared with their digests, but not parts of tensors. See `penstock.load`.
+        memory_bytes: limit in bytes for staging buffers in host memory. See `penstock.load`.
+        storage_options: credentials and endpoint for an object store. See `penstock.load`.
+        cast: whether to convert a stored tensor to the dtype of its target, as torch's readers do. If False, a
+            different dtype raises PlanError.
 
     Attributes:
         reports: reports of the last load, one for each device.
@@ -123,15 +123,13 @@ class CheckpointReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Open the checkpoint and return its metadata.
 
-        If the metadata cannot be read, the result raises the error when it is used.
+        If the metadata cannot be read, return an object that raises the error when it is used.
         """
         self.close()
         self.reports = []
         try:
             if self._uri is None:
-                raise PlanError(
-                    "the reader has no URI", hint="pass the URI to CheckpointReader() or load(checkpoint_id=)"
-                )
+                raise PlanError("the reader has no URI", hint="pass uri= or load(checkpoint_id=)")
             with paused_gc():
                 checkpoint = open_checkpoint(self._uri, settings=self._settings, storage_options=self._storage_options)
         except PenstockError as error:
@@ -141,14 +139,14 @@ class CheckpointReader(StorageReader):
         return checkpoint.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """See `StorageReader.set_up_storage_reader`. Raises the error of `read_metadata`, if there was one."""
+        """See `StorageReader.set_up_storage_reader`. Raise the error if `read_metadata` could not read the metadata."""
         if isinstance(metadata, _Unreadable):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open and check every file that this rank needs.
 
-        An error ends the load on all ranks before any tensor is touched.
+        An error aborts the load on all ranks before any tensor is modified.
         """
         self._opened().locate(item.storage_index for item in plan.items)
         return plan
@@ -161,7 +159,7 @@ class CheckpointReader(StorageReader):
         """Read every item of the plan into the planner's tensors. Return a finished future.
 
         Raises:
-            PenstockError: the read failed. If `mutated` is True, tensors were touched and must be filled again before
+            PenstockError: the read failed. If `mutated` is True, tensors were modified and must be filled again before
                 use.
         """
         checkpoint = self._opened()
@@ -170,7 +168,7 @@ class CheckpointReader(StorageReader):
         parts = self._parts(checkpoint, plan.items, planner)
         values = [part for part in parts if part.row.is_bytes]
         with deferred_interrupts(None), paused_gc():
-            # Read values before tensors, because a value that cannot be decoded must not leave tensors partly loaded.
+            # Read values other than tensors first, so that an error in such a value leaves all tensors unchanged.
             if values:
                 self._fill(checkpoint, torch.device("cpu"), values)
             decoded = [_value(part, checkpoint.uri) for part in values]
@@ -186,12 +184,12 @@ class CheckpointReader(StorageReader):
                     if error.mutated:
                         note_written(target for _, target in filled)
                     raise
-            # Torch does not detect that the tensors change, because the bytes are written to their addresses.
+            # Tell torch that the tensors have changed, because it cannot detect writes to their addresses.
             note_written(target for _, target in filled)
         for part, value in zip(values, decoded, strict=True):
             for item in part.items:
                 planner.load_bytes(item, io.BytesIO(value))
-        # Commit the tensors only now, when all of them are complete and verified.
+        # Commit the tensors only after all tensors are complete and verified.
         for part in tensors:
             for item, target in zip(part.items, part.targets, strict=True):
                 planner.commit_tensor(item, target)
@@ -212,7 +210,7 @@ class CheckpointReader(StorageReader):
         return self._checkpoint
 
     def _parts(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> list[FilePart]:
-        """Return the distinct boxes to read, with the tensors that each of them fills."""
+        """Return the distinct boxes to read, each with the tensors that it fills."""
         parts: dict[tuple[str, int, int, Box | None, torch.device], FilePart] = {}
         for item in items:
             row = checkpoint.row(item.storage_index)
@@ -249,12 +247,12 @@ class CheckpointReader(StorageReader):
 
     def _fill(self, checkpoint: Checkpoint, device: torch.device, parts: list[FilePart]) -> None:
         """Run one load plan for the parts of one device."""
-        # Sort the parts in file order, which is the order of the plan's rows.
+        # Sort the parts by file and offset, because the load plan reads its rows in this order.
         parts.sort(key=lambda part: (part.row.file, part.row.offset))
         rows = [part.row for part in parts]
         options = ReadOptions(
             device=device,
-            # Pass an empty list instead of None, because a part of the weight set has no digest.
+            # Pass an empty list instead of None, because None means that the whole weight set is read.
             names=[],
             verify=self._verify,
             settings=ReadSettings(storage_options=self._storage_options),
@@ -274,7 +272,7 @@ class CheckpointReader(StorageReader):
             journey.received = session.received
             session.phases.enter("plan")
             is_local = all(isinstance(source, FileSource) for source in session.weights.sources)
-            # Values other than tensors are read into new memory, so an error leaves the state unchanged.
+            # An error leaves the state unchanged for values other than tensors, because they are read into new memory.
             with nullcontext() if parts and parts[0].row.is_bytes else marks_target(session):
                 if is_local and device.type == "cpu":
                     fill = LocalFill(session, parts)
@@ -288,7 +286,7 @@ class CheckpointReader(StorageReader):
         self.reports.append(report)
 
     def _run(self, session: LoadSession, parts: list[FilePart], device: torch.device) -> int:
-        """Read parts of remote files, or parts for a GPU, with the load engine. Return the number of bytes."""
+        """Read parts of remote files, or parts for a GPU, with the load engine. Return the number of bytes read."""
         is_host = device.type == "cpu"
         plan = session.make_plan(
             table_of([part.row for part in parts]),
@@ -323,7 +321,7 @@ class CheckpointReader(StorageReader):
 def _value(part: FilePart, uri: str) -> bytes:
     """Return a new archive that contains the decoded value.
 
-    DCP's planner executes the pickle in the archive that it receives, so it never receives an archive from the
+    DCP's planner executes the pickle in the archive that it receives, so it must not receive an archive from the
     checkpoint.
     """
     try:

@@ -3,9 +3,9 @@
     stage: tensors -> the arena, up to `staging_bytes` -> DCP's thread plans and writes, tensors that are live first
     synchronize_staging: waits for those; then training goes on while the arena is written
 
-DCP looks for tensors only in mappings and lists. Everything else is a value, and values are copied too. A value or
-tensor that cannot be stored is replaced by a refusal object, whose error DCP's collective reports. An error on only one
-rank would leave the other ranks waiting.
+DCP searches only mappings and lists for tensors. Every other object is a value, which is copied too. If a value or
+tensor cannot be stored, an object replaces it that raises the error during DCP's collective, so that every rank gets
+the error. An error raised here on one rank would leave the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _POLL_S = 0.01
 
 
 class Staging(AsyncStager):
-    """The stager for a writer. DCP uses a writer that is also a stager.
+    """The stager for `CheckpointWriter`, which inherits from this class. DCP then uses the writer as the stager.
 
     Args:
-        staging_bytes: size of the arena in bytes. None means the size that the first state requires.
-        stall_s: seconds within which the save must begin.
+        staging_bytes: size of the arena in bytes. None means as many bytes as the state requires.
+        stall_s: time limit in seconds for the save to begin.
 
     Attributes:
-        written_live: set when every tensor that is not a copy has been written.
-        has_live: whether the state has tensors that are not copies.
+        written_live: event that is set after every tensor that was not copied has been written.
+        has_live: whether the staged state contains tensors that were not copied.
     """
 
     def __init__(self, staging_bytes: int | str | None, stall_s: float) -> None:
@@ -53,7 +53,7 @@ class Staging(AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Return whether a part of the state must be written before training continues."""
+        """Return whether training must wait until some tensors have been written."""
         return self.has_live
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -70,17 +70,17 @@ class Staging(AsyncStager):
             uncopied.append(tensor)
             return tensor
 
-        # Copy values before tensors, because copying values takes longer and other threads may change both.
+        # Copy values before tensors. Copying values takes longer, and other threads may change the state meanwhile.
         staged = _map(state_dict, note, "")
         needed = sum(_room(tensor) for tensor in tensors.values())
         size = needed if self._limit is None else min(needed, self._limit)
         if self._arena.numel() < size:
-            # Free the old arena first, because two arenas would take twice the limit.
+            # Free the old arena first, because two arenas could exceed the limit.
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
         at = 0
-        # Copy large tensors first, so that small ones fill the rest.
+        # Copy large tensors first, so that small tensors fill the remaining space.
         for key, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].nbytes):
             if at + _room(tensor) > size:
                 continue
@@ -96,7 +96,7 @@ class Staging(AsyncStager):
             return copies.get(_key(tensor), tensor) if has_own_storage(tensor) else tensor
 
         result: dict[str, Any] = _map(staged, copied, "", is_staged=True)
-        # Set this last. If the arena cannot be allocated, no save begins, and the next call must not wait for one.
+        # Set this flag last. If the arena cannot be allocated, no save begins, and the next call must not wait.
         self._is_busy = True
         return result
 
@@ -107,7 +107,7 @@ class Staging(AsyncStager):
         )
 
     def synchronize_staging(self) -> None:
-        """Wait until the save no longer reads the caller's memory. Return at once if the save has failed."""
+        """Wait until the save no longer reads the caller's memory. Return immediately if the save has failed."""
         self._wait(self.written_live.is_set)
 
     def begin(self, thread: threading.Thread) -> None:
@@ -140,13 +140,13 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key for a tensor's memory and view, so that tied weights are copied once."""
+    """Return a key that is equal for tensors with the same memory and view, so that tied weights are copied once."""
     views = tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, views
 
 
 class _Refusal:
-    """A value that cannot be stored. It raises its error when DCP writes it."""
+    """A substitute for a value that cannot be stored. It raises the error when DCP writes it."""
 
     def __init__(self, error: PlanError) -> None:
         self._error = error
@@ -158,13 +158,13 @@ class _Refusal:
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], name: str, *, is_staged: bool = False) -> Any:
     """Return a nested state with `change` applied to its tensors and with copied values.
 
-    A DTensor's local tensor is changed.
+    For a DTensor, `change` is applied to the local tensor.
 
     Args:
         value: a part of the state.
         change: function that returns the new tensor for a tensor that can be stored.
-        name: name of the part, for errors.
-        is_staged: whether this function already made the state, so that its values are copies.
+        name: name of this part of the state, for errors.
+        is_staged: whether `value` was returned by this function, so that its values are already copies.
     """
     if isinstance(value, Mapping):
         return {key: _map(item, change, _name(name, key), is_staged=is_staged) for key, item in value.items()}
@@ -189,7 +189,7 @@ def _name(name: str, key: object) -> str:
 
 def _map_tensor(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], name: str) -> torch.Tensor:
     require_storable(value, name)
-    # A tensor class with shards plans their writes itself.
+    # A tensor subclass with shards plans the writes of its shards itself.
     return change(value.detach() if has_own_storage(value) else value)
 
 

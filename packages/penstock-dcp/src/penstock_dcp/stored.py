@@ -17,7 +17,7 @@ _HINT = "save a dense tensor of its values, or leave it out of the state"
 
 
 def require_storable(tensor: torch.Tensor, name: str) -> None:
-    """Raise PlanError for a tensor that cannot be stored, without reading any of its bytes."""
+    """Raise PlanError if a tensor cannot be stored. No byte of the tensor is read."""
     fault = _fault_of(tensor)
     if fault is not None:
         raise refusal(fault, name)
@@ -71,20 +71,20 @@ def has_own_storage(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a tensor's elements in row-major order, as bytes on its device. Conjugate and negative views are resolved.
+    """Return a tensor's elements, with conjugate and negative views resolved, as row-major bytes on its device.
 
     Args:
-        tensor: a tensor with any strides. It is not copied if it is contiguous.
+        tensor: a tensor with any strides. A contiguous tensor is not copied.
         name: name of the tensor, for errors.
 
     Raises:
         PlanError: the tensor cannot be stored.
-        DeviceOutOfMemory: there is not enough memory to make it contiguous.
+        DeviceOutOfMemory: there is not enough memory to make the tensor contiguous.
     """
     require_storable(tensor, name)
     try:
         whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # Do not use `reshape`. A dim with one element may have any stride, and a view as bytes rejects some strides.
+        # Do not use `reshape`. It keeps the stride of a dim with one element, and a view as bytes rejects some strides.
         raw = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         if has_own_storage(raw):
             return raw

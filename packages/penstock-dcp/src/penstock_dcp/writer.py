@@ -73,7 +73,7 @@ _METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Target:
-    """The destination of a save. Every rank receives it with its plan."""
+    """The destination of a save, which every rank receives with its plan."""
 
     directory: str
     table: TensorTable
@@ -82,7 +82,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """The result of a rank's write: digests of complete leaves by leaf number in the tensor, or a value."""
+    """The result of writing an item: digests of complete leaves by leaf number in the tensor, or a value's archive."""
 
     leaves: dict[int, int]
     value: bytes | None = None
@@ -92,16 +92,17 @@ class CheckpointWriter(Staging, StorageWriter):
     """Writes a checkpoint for `torch.distributed.checkpoint.save` and `async_save`.
 
     Args:
-        uri: a directory, or a prefix in an object store. None means that DCP passes it as `checkpoint_id`.
+        uri: a directory, or a prefix in an object store. None means that DCP passes the URI as `checkpoint_id`.
         replace: whether to replace a checkpoint in that directory. The old checkpoint stays until the new one is
-        complete. scratch: for an object store, a directory shared by all ranks, to which the files are written first.
-            None means the system's temporary directory, if all ranks are on one host.
-        staging_bytes: limit in bytes of the host memory for an asynchronous save's copies. None means as much as the
-            state requires. Tensors that do not fit are written before `async_save` returns.
-        storage_options: credentials and endpoint of an object store.
+            complete.
+        scratch: for an object store, a directory shared by all ranks, to which the files are written first. None means
+            the system's temporary directory, which works only if all ranks are on one host.
+        staging_bytes: limit in bytes for the copies of an asynchronous save in host memory. None means as many bytes as
+            the state requires. Tensors that exceed the limit are written before `async_save` returns.
+        storage_options: credentials and endpoint for an object store.
 
-    All ranks must reach the directory on a shared file system. A rename publishes the checkpoint when every rank has
-    written its parts and every digest is known. A save that fails or is killed leaves the previous checkpoint in place.
+    All ranks need access to the directory on a shared file system. A rename publishes the checkpoint after all parts
+    were written and digested. A save that fails or is killed leaves the previous checkpoint in place.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class CheckpointWriter(Staging, StorageWriter):
     ) -> None:
         self._settings = Settings.read()
         Staging.__init__(self, staging_bytes, self._settings.stall_s)
-        # Here `run/step-0` is a path, although `load` would interpret it as a repository name.
+        # In this class `run/step-0` is a path, although `load` would interpret it as a repository name.
         self._uri = None if uri is None else text_of(uri)
         self._replace = replace
         self._scratch = scratch
@@ -154,7 +155,7 @@ class CheckpointWriter(Staging, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check names, dtypes and layouts before anything is written.
 
-        Raise PlanError if safetensors cannot store one of them.
+        Raise PlanError if safetensors cannot store an item.
         """
         for item in plan.items:
             require_name(item.index.fqn, uri=self._uri)
@@ -166,7 +167,7 @@ class CheckpointWriter(Staging, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign a place to every tensor, and create the files in a hidden directory.
+        """Assign every tensor to a file and an offset, and create the files in a hidden directory.
 
         DCP calls this on the coordinator.
 
@@ -175,19 +176,15 @@ class CheckpointWriter(Staging, StorageWriter):
             DiskFull, DestinationError: the files cannot be created.
         """
         if self._uri is None:
-            raise ConfigError(
-                "the writer has no URI", hint="pass the URI to CheckpointWriter() or save(checkpoint_id=)"
-            )
-        # DCP does not report another rank's failure to the coordinator, so the previous save may have stopped midway.
+            raise ConfigError("the writer has no URI", hint="pass uri= or save(checkpoint_id=)")
+        # Discard an unfinished save. DCP does not tell the coordinator if the previous save failed on a different rank.
         self._discard()
         if is_remote(self._uri):
             require_free_remote(self._uri, settings=self._settings, storage_options=self._storage_options)
             if self._replace:
-                raise ConfigError(
-                    "replace=True works only for a directory", uri=self._uri, hint="write to another prefix"
-                )
-            # Use the same name for each save to this prefix, so that the next save finds the files of a save that was
-            # killed.
+                raise ConfigError("replace=True requires a directory", uri=self._uri, hint="write to another prefix")
+            # Use the same name for each save to this prefix, so that the next save finds and removes the files of a
+            # killed save.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
             place = OutputPlace(
                 path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, keeps_directory=False
@@ -197,7 +194,7 @@ class CheckpointWriter(Staging, StorageWriter):
             place.require_free(replace=self._replace)
         table, body_nbytes = _layout([item for plan in plans for item in plan.items])
         remove_dead(place, _TOKEN)
-        # Use a new name, because ranks of a killed save may still write to its files. Other users can access the
+        # Use a new name, because ranks of a killed save may still write to the old files. Other users can access the
         # system's temporary directory, so restrict the mode there.
         staging, mode = place.staging(f"{_TOKEN}{secrets.token_hex(4)}"), 0o700 if is_remote(self._uri) else 0o777
         self._claim = DestinationClaim.open(place.path, staging, mode=mode, is_shared=True)
@@ -218,7 +215,7 @@ class CheckpointWriter(Staging, StorageWriter):
         out = _output(target)
         try:
             out.open()
-            # First write the tensors that training may change when it continues.
+            # First write the tensors in the caller's memory, because training waits for these writes.
             items = sorted(plan.items, key=lambda item: not self._is_live(planner, item))
             first_staged = sum(self._is_live(planner, item) for item in items)
 
@@ -242,14 +239,14 @@ class CheckpointWriter(Staging, StorageWriter):
         return done
 
     def _is_live(self, planner: SavePlanner, item: WriteItem) -> bool:
-        """Return whether an item is in the caller's memory, in an asynchronous save."""
+        """Return whether an asynchronous save reads this item from the caller's memory."""
         if item.type is WriteItemType.BYTE_IO or not self.has_live:
             return False
         tensor = planner.resolve_data(item)
         return isinstance(tensor, torch.Tensor) and not self.owns(tensor)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Compute the missing digests, write index and manifest, and publish the checkpoint.
+        """Compute the missing digests, write the index and the manifest, and publish the checkpoint.
 
         DCP calls this on the coordinator.
         """
@@ -274,12 +271,12 @@ class CheckpointWriter(Staging, StorageWriter):
                 out.publish(self._place, small, replace=self._replace)
         finally:
             out.close()
-            # The directory has been published or is useless by now. No rank writes to it after the results have been
+            # Either the directory was published, or the save has failed. No rank writes to it after the results were
             # gathered.
             self._discard()
 
     def _discard(self) -> None:
-        """Remove the directory of a save that was not published, and release its lock."""
+        """Remove the hidden directory if it was not published, and release its lock."""
         if self._claim is not None:
             shutil.rmtree(self._claim.staging, ignore_errors=True)
             self._claim.close()
@@ -309,7 +306,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
-    """Return the table of whole tensors with their places in files, and the size of each file's body."""
+    """Return the table of whole tensors with their files and offsets, and the size of each file's body."""
     tensors: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for item in items:
         if item.tensor_data is not None:
@@ -317,8 +314,8 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
     for item in items:
         if item.tensor_data is None and item.index.fqn in tensors:
             raise PlanError("one rank has a tensor with this name, but another rank has a value", tensor=item.index.fqn)
-    # Put tensors with wide elements first, as safetensors' writers do, so that every tensor is aligned to its element
-    # size.
+    # Sort the tensors by decreasing element size, as safetensors' writers do, so that every tensor is aligned to its
+    # element size.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].bits, name))
     files: list[int] = [0]
     file_index, offsets, sizes = [], [], []
@@ -343,9 +340,9 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
 
 
 def _write_tensor(out: OutputSet, row: int, item: WriteItem, tensor: torch.Tensor | io.BytesIO) -> _Written:
-    """Write a part of a tensor to its places in the file of the whole tensor.
+    """Write a part of a tensor to its offsets in the file that contains the whole tensor.
 
-    Return the digests of leaves inside one run.
+    Return the digests of the leaves that lie completely inside one run.
     """
     table = out.table
     data, size = item.tensor_data, int(table.nbytes[row])
@@ -379,9 +376,9 @@ def _write_run(
     """Write bytes `[start, start + run)` of a tensor that has `size` bytes and begins at offset `base` in its file."""
     at, stop = start, start + run.numel()
     while at < stop:
-        # End the first piece at the next boundary, so that all further pieces consist of complete leaves.
+        # End the first piece at the next boundary, so that the pieces after it begin at leaf boundaries.
         end = min(stop, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
-        # Copy from a device one piece at a time, so that host memory is limited to a piece instead of a whole tensor.
+        # Copy one piece at a time from a device, so that only one piece is in host memory instead of the whole tensor.
         piece = run[at - start : end - start].cpu().numpy().data
         first = -(-at // leaf.LEAF_BYTES)
         last = -(-end // leaf.LEAF_BYTES) if end == size else end // leaf.LEAF_BYTES
@@ -396,7 +393,7 @@ def _write_run(
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> _Written:
-    """Serialize a value that is not a tensor to an archive of plain data. Raise PlanError if it is not plain data."""
+    """Serialize a value that is not a tensor to an archive. Raise PlanError if the value is not plain data."""
     name = item.index.fqn
     try:
         stored = planner.resolve_data(item)
@@ -418,7 +415,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> _Written:
 
 
 def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
-    """Return the digests of all leaves. Leaves that span several parts are read back and digested here."""
+    """Return the digests of all leaves. Read back and digest each leaf that several parts have written."""
     table = out.table
     counts = leaf.num_leaves(table.nbytes, leaf.LEAF_BYTES)
     firsts = (np.cumsum(counts) - counts).tolist()
@@ -445,7 +442,7 @@ def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
 
 
 def _small_files(out: OutputSet, metadata: Metadata, values: Mapping[str, bytes], leaves: U64) -> dict[str, bytes]:
-    """Return the contents of the values' file, index and manifest by name, and the revision as `revision`."""
+    """Return the contents of the small files by file name, and the revision under the key `revision`."""
     table = out.table
     paths = {name: list(path) for name, path in (metadata.planner_data or {}).items() if tuple(path) != (name,)}
     small: dict[str, bytes] = {}

@@ -1,8 +1,8 @@
-"""Publish and receive versions of an adapter, each for the base that it was trained on.
+"""Publish and receive versions of an adapter. Each version belongs to the base that it was trained on.
 
 A version contains the adapter's tensors under PEFT's names. Its metadata contains the base and `adapter_config.json`.
-The metadata arrives in the same message as the map for reading the tensors. A receiver with a different base raises
-BaseMismatch before it reads a byte.
+The metadata arrives before any tensor is read. A receiver with a different base raises BaseMismatch before it reads a
+byte.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ Base = str | Publisher | Subscriber | PublishReport | UpdateReport | InspectRepo
 
 
 def base_identity(base: Base) -> str:
-    """Return the string by which trainers and receivers compare their bases.
+    """Return the string that identifies a base when trainers and receivers compare their bases.
 
     Args:
         base: a string, a function that returns a string, or a report with a revision from `load`, `inspect`, `verify`
-            or `fetch`. The base's own `Publisher` or `Subscriber`, or a report from one, yields `NAME:VERSION
-            run=EPOCH` for the current version. A restarted trainer has a different epoch, and therefore a different
-            base, even if the version number is the same. Any other type raises ConfigError.
+            or `fetch`. A `Publisher` or `Subscriber` of the base, or its report, yields `NAME:VERSION run=EPOCH` for
+            the current version. A restarted trainer has a different epoch, and therefore a different base, even if the
+            version number is the same. Any other type raises ConfigError.
     """
     if isinstance(base, str):
         identity = base
@@ -98,9 +98,9 @@ def base_identity(base: Base) -> str:
 
 
 def is_same_base(expected: str, found: str) -> bool:
-    """Return whether two identities mean the same base.
+    """Return whether two identities refer to the same base.
 
-    Epochs are compared only if both have one. vLLM reports none.
+    Epochs are compared only if both identities contain an epoch. Identities from vLLM do not.
     """
     if _EPOCH in expected and _EPOCH in found:
         return expected == found
@@ -108,7 +108,7 @@ def is_same_base(expected: str, found: str) -> bool:
 
 
 def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata with which an adapter's version is published.
+    """Return the metadata for publishing a version of an adapter.
 
     `config` is the content of `adapter_config.json`. A base without a version, or a configuration that is not valid
     JSON, raises ConfigError.
@@ -117,7 +117,7 @@ def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
     if identity == _NONE:
         raise ConfigError("the adapter's base has no version yet", hint="publish or receive the base first")
     try:
-        # Sort, because all ranks must publish the same text and a set's order differs between processes.
+        # Sort sets and keys, because all ranks must publish the same text.
         text = write_object(msgspec.to_builtins(_plain(config)), indent=None, sort_keys=True).decode()
     except TypeError as error:
         raise ConfigError(f"the adapter's configuration cannot be written as JSON: {error}") from error
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 
 def _config_of(name: str, version: int, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configuration from a version's metadata."""
+    """Return the adapter's configuration from a version's metadata."""
     if BASE not in metadata or CONFIG not in metadata:
         raise PlanError(
             f"version {version} of {name!r} is not an adapter, because it has no base and no configuration",
@@ -194,15 +194,15 @@ class AdapterSubscriber(Closeable):
         """Receive a version and make it live. See `penstock.sync.Subscriber.update`.
 
         Raises:
-            BaseMismatch: the version's base differs from this receiver's base, and none of its bytes were read. Or the
-                base changed during the read, and the previous version is still live.
+            BaseMismatch: the version's base differs from this receiver's base, and no byte was read. The error is also
+                raised if the base changed during the read, and then the previous version is still live.
             PlanError: the version's configuration does not fit the target.
         """
         self._follow()
         return self.subscriber.update(version, timeout_s)
 
     def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
-        """Receive and verify a version for `commit`, and return its number. Raises the same errors as `update`."""
+        """Receive and verify a version for `commit`, and return its number. Raise the same errors as `update`."""
         self._follow()
         return self.subscriber.stage(version, timeout_s)
 
@@ -211,11 +211,11 @@ class AdapterSubscriber(Closeable):
             self._follow_target()
 
     def commit(self) -> UpdateReport:
-        """Make the staged version live. Raises the same errors as `penstock.sync.Subscriber.commit` and `update`."""
+        """Make the staged version live. Raise the same errors as `penstock.sync.Subscriber.commit` and `update`."""
         return self.subscriber.commit()
 
     def hooks(self) -> Hooks:
-        """Return hooks that run an adapter's checks first, and then the caller's hooks."""
+        """Return hooks that first run this adapter's checks, and then the caller's hooks."""
         return replace(self._hooks, before_read=self._before_read, before_pause=self._before_pause)
 
     def _before_read(self, version: int, metadata: Mapping[str, str]) -> None:
@@ -273,13 +273,13 @@ def adapter_subscriber(
 
     Args:
         name: name of the sync.
-        base: base of this receiver. At each update it is compared with the version's base.
-        target: tensors to fill, by PEFT's names. None means that `AdapterSubscriber.tensors` gets a new tensor for each
-            published one.
-        check: called with the configuration before a byte is read. It refuses the version by raising an error.
-        check_target: called before a byte is read and before a version goes live. It refuses the version by raising an
-        error. follow_target: called before each update, to look up the tensors of `target` again if they may have
-        moved. hooks, connection, mode, rank, settings: see `penstock.subscriber`.
+        base: base of this receiver. Each update compares it with the version's base.
+        target: tensors to fill, by PEFT's names. If None, `AdapterSubscriber.tensors` gets new tensors.
+        check: function that is called with the configuration before a byte is read. An error refuses the version.
+        check_target: function that is called before a byte is read and before a version goes live. An error refuses the
+            version.
+        follow_target: function that is called before each update, to look up tensors of `target` that have moved.
+        hooks, connection, mode, rank, settings: see `penstock.subscriber`.
         device: device of new tensors.
     """
     require_name("name", name)
@@ -287,8 +287,8 @@ def adapter_subscriber(
     received = AdapterSubscriber(base, check, hooks or Hooks(), check_target, follow_target)
 
     def made(published: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        # This code runs again if the trainer's adapter has different tensors, for example after a change of the LoRA
-        # rank.
+        # This function is called again if the trainer's adapter gets different tensors, for example after a change of
+        # the LoRA rank.
         received.tensors = {
             tensor_name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for tensor_name, tensor in published.items()
@@ -310,24 +310,22 @@ def adapter_subscriber(
 
 
 class AdapterDirectory(Closeable):
-    """Directories with an adapter's versions, in the layout that PEFT's `save_pretrained` writes.
+    """Writes each version of an adapter to a directory, in the layout of PEFT's `save_pretrained`.
 
     Each directory is complete when it appears. Its name contains the trainer's epoch and the version, and its content
     never changes, because engines key their caches by the path.
 
     Args:
         received: subscription to the adapter's versions.
-        root: parent of the directories. None means a private directory in `/dev/shm`, or else in the runtime
-            directory. It is created for this process, and `close` removes it.
-        keep: number of versions, the newest ones, whose directories are kept. An engine reads a directory again if a
-            request uses an adapter that the engine has evicted.
+        root: parent of the directories. None means `/dev/shm`, or the runtime directory if `/dev/shm` is not writable.
+            `close` removes all directories.
+        keep: number of newest versions whose directories are kept. An engine that has evicted an adapter reads its
+            directory again for the next request.
     """
 
     def __init__(self, received: AdapterSubscriber, root: Path | str | None = None, *, keep: int = 8) -> None:
         if keep < 1:
-            raise ConfigError(
-                f"keep must be at least 1, not {keep}", hint="pass keep=1 to keep only the newest version"
-            )
+            raise ConfigError(f"keep must be at least 1, not {keep}", hint="pass keep=1 to keep one version")
         self._received = received
         self._keep = keep
         self._root = None if root is None else Path(text_of(root))
@@ -335,14 +333,14 @@ class AdapterDirectory(Closeable):
         self._versions: list[Path] = []
 
     def write(self) -> Path:
-        """Write the live version of the adapter unless it is already written, and return its directory.
+        """Write the live version of the adapter to a directory, unless that was already done, and return the directory.
 
         Raises:
-            DestinationError, DiskFull: the version could not be written, or the written bytes differ from the received
-            bytes. ConfigError: no version has been received.
+            DestinationError, DiskFull: the version could not be written, or the written file has different bytes.
+            ConfigError: no version has been received.
         """
         config, received = self._received.config, self._received
-        # A restarted trainer reuses version numbers for different bytes, so include the epoch.
+        # Include the epoch in the name, because a restarted trainer reuses version numbers for different bytes.
         epoch = received.subscriber.revision.partition(":")[0]
         into = self._place() / f"{received.name.replace('/', '_')}-{epoch[:12]}-{received.version}"
         if into in self._versions:
@@ -361,12 +359,10 @@ class AdapterDirectory(Closeable):
                 out.write(0, at, data)
                 again = bytearray(int(files.table.nbytes[row]))
                 out.read(0, at, memoryview(again))
-                # The received bytes were verified in memory. Compare them with the bytes that engines will read from
-                # the file.
+                # The received bytes were verified in memory. Also check that engines will read the same bytes from the
+                # file.
                 if again != data:
-                    raise DestinationError(
-                        "the file's bytes differ from the written bytes", uri=str(growing), tensor=name
-                    )
+                    raise DestinationError("the written file has different bytes", uri=str(growing), tensor=name)
             out.publish(into, {CONFIG_FILE: write_object(config)})
         except BaseException:
             out.remove()
@@ -388,8 +384,8 @@ class AdapterDirectory(Closeable):
             else:
                 root = self._root
                 root.mkdir(parents=True, exist_ok=True)
-            # `mkdtemp` creates a directory for this user only. An engine of another user requires a `root` that it can
-            # read.
+            # `mkdtemp` creates a directory for this user only. With a `root`, engines of other users may read the
+            # directory too.
             self._own = Path(tempfile.mkdtemp(prefix=ADAPTERS, dir=root))
             if self._root is not None:
                 self._own.chmod(0o755)

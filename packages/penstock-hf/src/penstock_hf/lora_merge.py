@@ -1,8 +1,8 @@
 """Merge a LoRA adapter into full weights, on the publisher's or the receiver's side of a sync.
 
-Each version starts from the base's pristine values. Adding an adapter and subtracting it again, as PEFT's
-`merge_adapter` and `unmerge_adapter` do, would add a rounding error to the base with each version. `penstock convert`
-uses the same arithmetic (`penstock_convert.operations.lora`).
+Each version is merged into the base's original values. PEFT's `merge_adapter` and `unmerge_adapter` instead add an
+adapter and subtract it again, which would add a rounding error to the base with each version. `penstock convert` uses
+the same arithmetic (`penstock_convert.operations.lora`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LISTED = 5
 
 
 class AdapterMerge:
-    """The merge of one adapter into one base, for boxes of the base's tensors.
+    """Merges one adapter into one base, a box of one tensor at a time.
 
     Args:
         config: content of `adapter_config.json`.
@@ -90,11 +90,11 @@ class AdapterMerge:
         self.changed = frozenset(self._recipes)
 
     def merged(self, row: ShardRow, values: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a box of a merged tensor.
+        """Return the merged values for a box of a tensor.
 
         Args:
             row: the box, in a tensor from `changed`.
-            values: the base's pristine values for the box.
+            values: the base's original values for the box.
             adapter: the adapter's unsliced tensors.
         """
         recipe, box = self._recipes[row.name], row.form.box
@@ -112,8 +112,7 @@ class AdapterMerge:
             is_turned = recipe.inputs[2].at is None
             inputs += [a, b[columns]] if is_turned else [a[:, columns], b[start:stop]]
         elif given:
-            # Copy the bias, because the operation scales its input in place, and the original tensor belongs to the
-            # trainer.
+            # Copy the bias, because the operation scales it in place, and the original tensor belongs to the trainer.
             inputs.append(given[0][start:stop].clone())
         return self._operation.run(recipe, start, stop, [one.contiguous() for one in inputs])[0]
 
@@ -124,7 +123,7 @@ def _table(tensors: Mapping[str, torch.Tensor]) -> TensorTable:
 
 
 def _tied(model: torch.nn.Module) -> bool | None:
-    """Return whether a transformers model ties its head to its embedding, or None if its config does not say."""
+    """Return whether a transformers model ties its head to its embedding, or None if the config does not specify it."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -134,18 +133,18 @@ def _tied(model: torch.nn.Module) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A box of a merged tensor, with the buffer that is published in its place."""
+    """A box of a tensor that the adapter changes, and the buffer with the merged values."""
 
     row: ShardRow
     buffer: torch.Tensor
 
 
 class MergedTensors:
-    """A rank's tensors of a `PeftModel` with an adapter merged, under the base's names. See `merged_publisher`.
+    """A rank's tensors of a `PeftModel` with an adapter merged in, under the base's names. See `merged_publisher`.
 
     Attributes:
-        published: tensors for `penstock.publisher`. Tensors that the adapter changes are buffers, whose values are
-            undefined before `refresh`. All others are the base's own tensors.
+        published: tensors for `penstock.publisher`. A tensor that the adapter changes is a buffer, whose values are
+            undefined before `refresh`. Every other tensor is the base's own tensor.
 
     Args:
         model: a `PeftModel`. If it is sharded, call `fully_shard` first.
@@ -184,7 +183,7 @@ class MergedTensors:
         return base, adapter
 
     def _make(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Fill `published`. Reuse a buffer if the base's tensor is still on the buffer's device."""
+        """Fill `published`. Reuse an existing buffer if the base's tensor is still on the same device."""
         buffers = {(made.row.name, made.row.form.box, made.row.tensor.device): made.buffer for made in self._made}
         self._made = []
         for name, tensor in base.items():
@@ -204,7 +203,7 @@ class MergedTensors:
         """Look up the tensors again if the trainer moved, cast or replaced some of them.
 
         Raises:
-            ConfigError: dtypes or shapes of the base have changed, so receivers would get different tensors.
+            ConfigError: a dtype or shape in the base has changed, so receivers would get different tensors.
             PlanError: memory was freed, or the adapter no longer fits the base. Nothing was changed.
         """
         if self._storages.are_there() and self._placed.is_same():
@@ -213,7 +212,7 @@ class MergedTensors:
         rows = declared_shards(base)
         require_same(self._rows, rows)
         storages = RegisteredStorages(regions_of((*rows, *declared_shards(adapter))))
-        # The result does not depend on the adapter's own dtype.
+        # The adapter may have been cast, because the result does not depend on its dtype.
         merge = AdapterMerge(self._config, base, adapter, tied=self._tie)
         if merge.changed != self._merge.changed:
             name = min(merge.changed ^ self._merge.changed)
@@ -229,21 +228,21 @@ class MergedTensors:
         """Merge the adapter's current values into the buffers. All ranks call this.
 
         Raises:
-            PlanError: PEFT has already merged an adapter, layers are disabled or have options or a scaling that differ
-                from the configuration, or memory was freed. The buffers are unchanged.
-            ConfigError: tensors of the base have different dtypes or shapes. The buffers are unchanged.
+            PlanError: PEFT has already merged an adapter, a layer is disabled or differs from the configuration in its
+                options or scaling, or memory was freed. The buffers are unchanged.
+            ConfigError: a dtype or shape in the base has changed. The buffers are unchanged.
         """
         self._state.require_same(is_used=True)
         self._follow()
-        # Gather the whole factors, because a rank uses other ranks' rows and the factors are small. For DTensors this
-        # is a collective.
+        # Gather the unsharded factors, because a rank needs other ranks' rows and the factors are small. For DTensors
+        # this is a collective.
         whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
         for made in self._made:
             made.buffer.copy_(self._merge.merged(made.row, made.row.tensor, whole))
 
 
 class MergedPublisher(Closeable):
-    """A trainer rank that publishes its base with an adapter merged. `merged_publisher` creates it. A context manager.
+    """A rank that publishes its base with an adapter merged in. `merged_publisher` creates it. A context manager.
 
     Attributes:
         publisher: publisher of the sync.
@@ -282,7 +281,7 @@ def merged_publisher(
 ) -> MergedPublisher:
     """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
 
-    The base's parameters are never written to. The tensors that the adapter changes take up memory a second time, and a
+    The base's parameters are never modified. Each tensor that the adapter changes needs memory for a second copy, and a
     snapshot copies all tensors. All ranks call this at the same time, and publish the same versions.
 
     Args:
@@ -309,7 +308,7 @@ def merged_publisher(
 
 
 def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a PeftModel's base, under their names without PEFT."""
+    """Yield the tensors of a PeftModel's base, under the names that they have without PEFT."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         parts = name.replace("_orig_mod.", "").removeprefix("base_model.model.").split(".")
         if any(part.startswith("lora_") or part == "modules_to_save" for part in parts) or parts[-1] == "_extra_state":
@@ -323,13 +322,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MergingSubscriber(Closeable):
-    """A model whose weights are its base with an adapter's newest version merged in. `merging_subscriber` creates it.
+    """A base model with the newest version of an adapter merged into it. `merging_subscriber` creates it.
 
     Attributes:
         received: subscription to the adapter's versions.
         version: the version that is merged into the model, or -1 if the model is the base.
         is_dirty: whether a merge failed after it changed the model. Do not use the model before an update succeeds.
-        pause_s: duration in seconds of the pause in which the newest version's values were copied into the model.
+        pause_s: duration in seconds of the last pause, in which values were copied into the model.
     """
 
     def __init__(self, received: AdapterSubscriber, model: torch.nn.Module, hooks: Hooks, *, on_host: bool) -> None:
@@ -342,9 +341,9 @@ class MergingSubscriber(Closeable):
         self._on_host = on_host
         self._merge: tuple[str, AdapterMerge] | None = None
         self._base = ""
-        # Rows of each tensor that any version has changed, with their values before the first change.
+        # Original rows and values of each tensor that any version has changed.
         self._pristine: dict[str, list[tuple[ShardRow, torch.Tensor]]] = {}
-        # Digests of these rows after the last merge.
+        # Digests of the rows in `_pristine` after the last merge.
         self._left: dict[str, list[int]] = {}
         self._digesters: dict[str, Digester] = {}
 
@@ -353,7 +352,7 @@ class MergingSubscriber(Closeable):
 
         Raises:
             BaseMismatch: the version is for a different base, or other code changed the merged weights.
-            PlanError, ConfigError: the adapter cannot be merged into this model, for the given reason.
+            PlanError, ConfigError: the adapter cannot be merged into this model. The message states the reason.
             PenstockError: see `penstock.sync.Subscriber.update`. The model is unchanged unless `is_dirty` is true.
         """
         report = self.received.update(version, timeout_s)
@@ -388,7 +387,7 @@ class MergingSubscriber(Closeable):
             self._pristine[name] = [(row, values) for row, (_, values) in zip(rows, kept, strict=True)]
 
     def _merged(self) -> dict[str, list[torch.Tensor]]:
-        """Return the new values of the model's tensors that this version changes."""
+        """Return the new values of all tensors that any version has changed."""
         state = self._state()
         adapter = self.received.tensors
         config = self.received.config
@@ -401,7 +400,7 @@ class MergingSubscriber(Closeable):
             self._pristine[name] = [(row, self._kept(row.tensor)) for row in rows]
         return {
             name: [
-                # Reset a tensor to the base's values if only an earlier adapter changed it.
+                # Restore the base's values if only an earlier version changed this tensor.
                 merge.merged(row, values.to(row.tensor.device), adapter) if name in merge.changed else values
                 for row, values in rows
             ]
@@ -412,7 +411,7 @@ class MergingSubscriber(Closeable):
         return tensor.to("cpu", copy=True) if self._on_host else tensor.clone()
 
     def _install(self, version: int, values: Mapping[str, list[torch.Tensor]]) -> None:
-        """Copy values into the model, between the two callbacks of the engine."""
+        """Copy values into the model between the hooks that pause and resume the engine."""
         began = time.perf_counter()
         self._call("before_pause", version)
         self.is_dirty = True
@@ -475,21 +474,21 @@ def merging_subscriber(
 ) -> MergingSubscriber:
     """Receive the versions of an adapter, and merge each version into a model's own weights.
 
-    The changed tensors take up memory a second time for the pristine values, and a third time during an update. Raises
-    the same errors as `penstock.subscriber`.
+    Each changed tensor needs memory for a second copy with the original values, and for a third copy during an update.
+    Raises the same errors as `penstock.subscriber`.
 
     Args:
         name: name of the sync under which a trainer publishes the adapter.
-        model: the base, under the checkpoint's names. Its tensors may be DTensors. Its parameters keep their memory.
+        model: the base, with the checkpoint's tensor names. Its tensors may be DTensors, and their addresses stay.
         base: see `adapter.base_identity`.
         connection: see `penstock.subscriber`.
-        hooks: `before_read`, and the callbacks before and after the copies into the model.
+        hooks: `before_read`, and the hooks that run before and after values are copied into the model.
         pristine: where the base's original values of the changed tensors are stored: `device` for the model's device,
             or `cpu`.
     """
     if pristine not in ("device", "cpu"):
         raise wrong_argument("pristine", pristine, "device or cpu")
     hooks = hooks or Hooks()
-    # Pass only `before_read`. The adapter's own tensors arrive in separate memory, so receiving them requires no pause.
+    # Pass only `before_read`. The adapter's tensors arrive in separate memory, so the engine need not pause.
     received = adapter_subscriber(name, base=base, connection=connection, hooks=Hooks(before_read=hooks.before_read))
     return MergingSubscriber(received, model, hooks, on_host=pristine == "cpu")

@@ -1,7 +1,7 @@
-"""PEFT: a trainer publishes an adapter without its base, and another process receives the adapter into a `PeftModel`.
+"""Sync of PEFT adapters: a trainer publishes an adapter without its base, and a receiver has it in a `PeftModel`.
 
-The adapter's parameters and configuration have the names that PEFT's `save_pretrained` writes. The model may be sharded
-with FSDP2. `adapter` contains receivers that do not require PEFT.
+The adapter's parameters have the names that PEFT's `save_pretrained` writes. The model may be sharded with FSDP2.
+`adapter` contains receivers that do not require PEFT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FREE = frozenset(
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
         *("init_lora_weights", "lora_dropout", "corda_config", "eva_config", "lora_ga_config", "loftq_config"),
         *("ephemeral_gpu_offload", "ensure_weight_tying"),
-        # The sync compares the tensors' names, and these already show which modules have an adapter.
+        # These options decide which modules have an adapter. The sync detects a difference by the tensors' names.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     }
 )
@@ -40,14 +40,14 @@ _FREE = frozenset(
 def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Return an adapter's live parameters, under the names that PEFT saves. FSDP2's DTensors stay DTensors.
 
-    With FSDP2, call this between steps, because it reshards the module, as `state_dict` does. Raises ConfigError if the
-    model lacks the adapter or the release of PEFT is not supported.
+    With FSDP2, call this between training steps, because it reshards the module, as `state_dict` does. Raise
+    ConfigError if the model does not have the adapter or the release of PEFT is not supported.
     """
     return {name: tensor.detach() for name, tensor in adapter_parameters(model, adapter).items()}
 
 
 def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return the same parameters as `adapter_tensors`, but as the model's own objects instead of detached tensors."""
+    """Return the same parameters as `adapter_tensors`, as the model's own objects instead of detached tensors."""
     _config(model, adapter)
     # `get_peft_model_state_dict` alone would copy the parameters of a tensor-parallel model. Skip embeddings of the
     # base, which PEFT saves with adapted embeddings. Unwrap torch.compile's module, because PEFT does not find the
@@ -61,9 +61,9 @@ def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict
 
 
 def adapter_config(model: torch.nn.Module, adapter: str = "default") -> dict[str, Any]:
-    """Return the content of an adapter's `adapter_config.json`. Raises the same errors as `adapter_tensors`."""
+    """Return the content of an adapter's `adapter_config.json`. Raise the same errors as `adapter_tensors`."""
     config: dict[str, Any] = _config(model, adapter).to_dict()
-    # PEFT saves this value too, because an adapter is not trained after it is loaded.
+    # `save_pretrained` also saves `inference_mode=True`, so that a loaded adapter is not trained by default.
     return {**config, "inference_mode": True}
 
 
@@ -119,12 +119,12 @@ class AdapterPublisher(Closeable):
                 differ from its configuration. Nothing is published.
             PenstockError: see `penstock.sync.Publisher.publish`.
         """
-        # The adapter is published by its name, so it does not matter which adapters are active.
+        # Publishing does not depend on which adapters are active, because the adapter is selected by name.
         self._state.require_same(is_used=False)
         return self.publisher.publish(version, metadata=adapter_metadata(self._base, self._config))
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until `count` subscribers take part. See `penstock.sync.Publisher.wait_subscribers`."""
+        """Wait until `count` subscribers have joined. See `penstock.sync.Publisher.wait_subscribers`."""
         self.publisher.wait_subscribers(count, timeout_s)
 
     def close(self) -> None:
@@ -179,15 +179,15 @@ def adapter_subscriber(
 ) -> AdapterSubscriber:
     """Receive the versions of an adapter into the parameters of a `PeftModel`.
 
-    The model's own adapter must match. An update raises PlanError before it reads a byte if a tensor's name or shape
-    differs, or if an option differs that changes what the model computes (`lora_alpha`, `use_rslora`, ...). It also
-    raises PlanError if the model would not use the version, because the adapter's layers are merged, disabled or
-    scaled, or have different options. The update fills the current parameters, even after they were moved or replaced.
-    Raises the same errors as `adapter_tensors` and `penstock.subscriber`.
+    The model must already have an adapter with the same names, shapes and options. An update raises PlanError before it
+    reads a byte if a tensor's name or shape differs, or if an option that changes the results of the model differs
+    (`lora_alpha`, `use_rslora`, ...). It also raises PlanError if the model would not use the version, because the
+    adapter's layers are merged, disabled, scaled or have different options. An update fills the current parameters,
+    even after they were moved or replaced. Raises the same errors as `adapter_tensors` and `penstock.subscriber`.
 
     Args:
         name: name of the sync.
-        model: a `PeftModel`. Its parameters keep their memory.
+        model: a `PeftModel`, whose parameters are overwritten in place.
         base: the weights that the adapter belongs to. See `adapter.base_identity`.
         adapter: name of the adapter in the model.
         hooks, connection, mode, rank, settings: see `penstock.subscriber`.
@@ -210,7 +210,7 @@ def adapter_subscriber(
 
 
 def _check_alike(published: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise PlanError if two configurations differ in an option that changes what a model computes."""
+    """Raise PlanError if two configurations differ in an option that changes the results of a model."""
     differing = [
         f"{name}: published {published.get(name)!r}, here {own.get(name)!r}"
         for name in sorted({*published, *own} - _FREE)
@@ -225,7 +225,7 @@ def _check_alike(published: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _normal(value: Any) -> Any:
-    """Return an option in its JSON form. PEFT treats an empty option like None, so return None for an empty option."""
+    """Return an option as a JSON value. Return None for an empty option, because PEFT treats it like None."""
     if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value)) or None
     if isinstance(value, Mapping):

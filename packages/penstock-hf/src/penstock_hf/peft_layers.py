@@ -1,7 +1,7 @@
 """Check a PeftModel's layers at every publish and update, because their state affects what the model computes.
 
 A merged layer ignores the adapter's tensors, because its base weight already includes them. `scale_layer` changes the
-factor by which a layer scales its adapter. PEFT stores this state neither in the tensors nor in the configuration.
+factor by which a layer scales its adapter. PEFT stores this state neither in tensors nor in the configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PeftLayer:
-    """The state of one PEFT layer, as far as it affects what the layer computes."""
+    """The part of a PEFT layer's state that affects what the layer computes."""
 
     kind: str
     merged: tuple[str, ...]
@@ -40,7 +40,7 @@ class _PeftLayer:
 
 
 class AdapterState:
-    """The state of a model's layers when a publisher or subscriber was created for an adapter.
+    """The state that a model's layers had when a publisher or subscriber for an adapter was created.
 
     Args:
         model: a `PeftModel`.
@@ -48,8 +48,8 @@ class AdapterState:
         look_up: function that returns the current tensors to publish or fill.
 
     Attributes:
-        tensors: the last result of `look_up`. A publisher or subscriber that uses this mapping follows tensors that
-            have moved.
+        tensors: the last result of `look_up`. A publisher or subscriber uses this mapping, and so uses the new tensors
+            after they were moved.
 
     Raises:
         PlanError: the adapter's factors do not match its configuration.
@@ -64,16 +64,16 @@ class AdapterState:
         self._require_scaling(self._layers)
 
     def require_same(self, *, is_used: bool) -> None:
-        """Look up `tensors` again. Raise an error if the model's layers have changed.
+        """Look up `tensors` again, and check that the model's layers have not changed.
 
-        This visits the model's modules and its state dict, and reads no tensor.
+        This inspects the model's modules and state dict, but reads no tensor values.
 
         Args:
             is_used: whether the adapter must still be active if it was active before.
 
         Raises:
-            PlanError: layers have changed. The message names the layers and the change, and the hint names the PEFT
-                call that undoes it. Nothing was changed.
+            PlanError: layers have changed. The message names the layers and the change, and the hint names the call
+                that undoes the change. Nothing was changed.
         """
         layers = _layers(self._model, self._adapter)
         merged = {name: layer for name, layer in layers.items() if layer.merged}
@@ -100,13 +100,13 @@ class AdapterState:
             raise PlanError(message, hint="create the publisher or subscriber again")
 
     def follow(self) -> None:
-        """Look up the tensors again. Call this before an update, because the update writes to the tensors."""
+        """Look up the tensors again. Call this before an update, because the update writes to the current tensors."""
         self._follow()
 
     def _follow(self) -> dict[str, torch.Tensor]:
-        """Return the current tensors of the model, and store them in `tensors` unless their names differ."""
+        """Return the model's current tensors, and store them in `tensors` unless their names have changed."""
         tensors = self._look_up()
-        # `require_same` reports different names. An empty mapping would make the subscriber create new tensors.
+        # Keep the old tensors if names have changed, because `require_same` then raises an error.
         if tensors.keys() == self.tensors.keys():
             self.tensors.update(tensors)
         return tensors
@@ -139,7 +139,7 @@ def _shown(names: Any) -> str:
 
 
 def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _PeftLayer]:
-    """Return the state of all PEFT layers by name, including layers of other adapters."""
+    """Return the state of all PEFT layers by name, including the layers that only other adapters use."""
     config = getattr(model, "peft_config", {}).get(adapter)
     return {
         name.replace("_orig_mod.", ""): _layer(module, adapter, name, config)
@@ -154,7 +154,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _PeftLayer:
         return options.get(adapter) if isinstance(options, Mapping) else None
 
     scaling, expected = of("scaling"), None
-    # In other kinds of layers these options have different meanings.
+    # These options have a different meaning in other kinds of layers.
     if isinstance(module, LoraLayer) and not isinstance(module, AdaLoraLayer) and scaling is not None:
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)

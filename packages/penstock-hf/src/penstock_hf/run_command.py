@@ -1,6 +1,6 @@
 """`penstock run`: start a program whose Python processes read safetensors through Penstock.
 
-The program replaces this process (exec). In each of its Python processes, `startup` installs the reader from
+The program replaces this process (exec). In each Python process of the program, `startup` installs the reader from
 `penstock_hf.safetensors`.
 """
 
@@ -31,7 +31,7 @@ def run(
     URIs then work wherever the program accepts a safetensors file, and files on network volumes are read ahead. This
     applies to every Python process that the program starts, as soon as the process imports safetensors.
     """
-    # Check the environment variables here, because an invalid one must not make the program's `import safetensors`
+    # Check the environment variables here, so that an invalid variable does not make the program's `import safetensors`
     # fail.
     Settings.read()
     environment = dict(os.environ)
@@ -44,11 +44,11 @@ def run(
         hint = "pass the program and its arguments after --, for example: penstock run -- python app.py"
         raise ConfigError(f"cannot run {program!r}: the program does not exist or is not executable", hint=hint)
     sys.stdout.flush()
-    # Python ignores these two signals when it starts, and the program would inherit that.
+    # Restore the default handlers. Python ignores these two signals, and the program would inherit this setting.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
-        # The user chose this command, and no shell interprets it.
+        # The command comes from the user, and no shell interprets it.
         os.execvpe(program, command, environment)  # nosec B606
     except OSError as error:
         raise ConfigError(
@@ -58,7 +58,7 @@ def run(
 
 def add(commands: typer.Typer) -> None:
     """Add `penstock run`."""
-    # Every argument after the program's name belongs to the program, including options.
+    # Pass every argument after the program's name to the program, including options.
     commands.command(
         "run",
         epilog=command_examples(

@@ -5,11 +5,11 @@ that use it (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.
 file:
 
 - A URI that Penstock reads (`s3://`, `gs://`, `az://`, `hf://`, `http(s)://`, `file://`) gets Penstock's reader.
-- A file on a network file system that is not fully in the page cache gets Penstock's reader, for torch or numpy. It
+- A file on a network file system that is not entirely in the page cache gets Penstock's reader, for torch or numpy. It
   reads ahead with large reads, and its tensors own their memory.
-- Any other file gets the original reader at its original speed, which maps local files without a copy.
+- Any other file gets the original reader, which maps local files without a copy.
 
-Only `safe_open` is replaced, so the other functions stay safetensors' own objects, with their signatures and errors.
+Only `safe_open` is replaced. All other functions of safetensors are unchanged.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class _Replacement(type):
     """
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Return a file that Penstock or the original has opened. Raises the errors of the selected reader."""
+        """Open a file with Penstock or with the original class. Raise the errors of the selected reader."""
         filename = arguments[0] if arguments else options.get("filename")
         for opener in reversed(_openers):
             file = opener(*arguments, **options)
             if file is not None:
                 return file
         framework = arguments[1] if len(arguments) > 1 else options.get("framework")
-        # A program may still hold this class after `uninstall`, for example in a default argument.
+        # A program may still reference this class after `uninstall`, for example in a default argument.
         reason = _reason_for_penstock(filename, framework) if _count else ""
         if not reason:
             _log.debug("%s: read by safetensors", filename)
             return _original(*arguments, **options)
         _log.debug("%s: read by penstock: %s", filename, reason)
-        # Import here, because this imports torch, which a program may never use.
+        # Import `safe_open` only here, because it imports torch, which the program may not need.
         with extras_named():
             from penstock import safe_open
 
@@ -68,7 +68,7 @@ class _Replacement(type):
         return subclass in {cls, _original, ours}
 
     def __getattr__(cls, name: str) -> Any:
-        # A program may access the methods through the class.
+        # A program may access methods of the original through the class.
         return getattr(_original, name)
 
 
@@ -76,19 +76,19 @@ _lock = threading.Lock()
 _count = 0
 _original: Any = None
 _replacement: Any = None
-# Openers are called before other readers, newest first. An opener returns an open file, or None for an unknown name.
+# Functions that are called before a reader is selected, newest first. Each returns an open file, or None to decline.
 _openers: list[Callable[..., Any]] = []
 
 
 def install(replacements: Mapping[Any, Any] | None = None) -> None:
     """Replace `safetensors.safe_open` in this process. `uninstall` undoes it.
 
-    Every loaded module with the original among its globals gets the replacement, as do modules that are imported later.
-    Calls nest, and only the last `uninstall` restores the original. This does not import torch. It may be called from
-    any thread at any time, and open files stay unchanged. Raises MissingExtra if safetensors is not installed.
+    The globals of all loaded modules are replaced, and modules that are imported later get the replacement. Calls nest:
+    only the last `uninstall` restores the original. This does not import torch, and may be called from any thread. Open
+    files are not affected. Raise MissingExtra if safetensors is not installed.
 
     Args:
-        replacements: further objects to replace in the same pass over all modules. Pass them to `uninstall` too.
+        replacements: additional objects to replace in the same pass. Pass the same mapping to `uninstall`.
     """
     global _count, _original, _replacement
     try:
@@ -104,7 +104,7 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
 
 
 def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
-    """Undo one `install`. The last `uninstall` restores the original in every module. All others restore nothing."""
+    """Undo one `install`. Only the last `uninstall` restores the original in every module."""
     global _count
     with _lock:
         if not _count:
@@ -118,7 +118,7 @@ def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
 def installed(
     opener: Callable[..., Any] | None = None, replacements: Mapping[Any, Any] | None = None
 ) -> Iterator[None]:
-    """Install the replacement for the duration of a `with` block. Raises the same errors as `install`.
+    """Install the replacement for the duration of a `with` block. Raise the same errors as `install`.
 
     Args:
         opener: called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
@@ -137,7 +137,7 @@ def installed(
 
 
 def install_in_program() -> None:
-    """Install the replacement for the rest of a process of `penstock run`.
+    """Install the replacement permanently in a Python process of `penstock run`.
 
     With `PENSTOCK_SAFETENSORS_LOG`, print on stderr which reader each file gets. An invalid environment variable raises
     ConfigError.
@@ -147,7 +147,7 @@ def install_in_program() -> None:
         handler.setFormatter(logging.Formatter("penstock: %(message)s"))
         _log.logger.addHandler(handler)
         _log.setLevel(logging.DEBUG)
-        # Without this, the program's own log handlers would write each line again.
+        # Do not propagate, because the program's own log handlers would write each line a second time.
         _log.logger.propagate = False
     install()
 
@@ -155,8 +155,8 @@ def install_in_program() -> None:
 def _make(original: Any) -> Any:
     """Return a replacement for a class, with the same name, documentation and signature."""
     body = {
-        # The original claims the module `builtins`, which does not contain it. With this module name the class can be
-        # pickled.
+        # The original's `__module__` is `builtins`, which does not contain the class. With `safetensors`, the class can
+        # be pickled.
         "__module__": "safetensors",
         "__doc__": original.__doc__,
         "__signature__": inspect.signature(original),
@@ -165,7 +165,7 @@ def _make(original: Any) -> Any:
 
 
 def _reason_for_penstock(filename: object, framework: object) -> str:
-    """Return why Penstock reads a file, or an empty string if the original reads it."""
+    """Return the reason why Penstock reads a file, or an empty string if the original reader does."""
     if not isinstance(filename, str | os.PathLike):
         return ""
     text = os.fspath(filename)
@@ -175,7 +175,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         try:
             return "a URI" if text.startswith("file://") or is_remote(text) else ""
         except ConfigError:
-            # No storage has this scheme. If the name is not a path either, the original reports the error.
+            # No storage has this scheme. If the name is not a path either, the original reader raises an error.
             return ""
     if framework not in _FRAMEWORKS:
         return ""
@@ -183,7 +183,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         kind = network_file_system(text)
         return f"a file on {kind}" if kind and not _is_cached(text) else ""
     except (PenstockError, ValueError):
-        # The original raises its own error for a name that is invalid or cannot be opened.
+        # If the name is invalid or the file cannot be opened, let the original reader raise its error.
         return ""
 
 
@@ -197,7 +197,7 @@ def _is_cached(path: str) -> bool:
 
 def _forked() -> None:
     global _lock
-    # A different thread of the parent may have held the lock.
+    # Replace the lock, because another thread of the parent may have held it.
     _lock = threading.Lock()
 
 

@@ -1,7 +1,7 @@
 """Load transformers models through Penstock, from a hub, a directory or an object store.
 
-`from_pretrained` returns the same model as the class's own method. In one process, if the checkpoint's tensors match
-the model's, it fills an empty model on the device. In all other cases transformers loads in `patched_libraries()`.
+`from_pretrained` returns the same model as the class itself. A single process fills an empty model on the device,
+if its tensors match the checkpoint. Otherwise transformers loads the model inside `patched_libraries()`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def from_pretrained(
     weight_cache: bool | str = False,
     **options: Any,
 ) -> Any:
-    """Return the model that `model_class.from_pretrained(name_or_uri, **options)` returns, read through Penstock.
+    """Return the same model as `model_class.from_pretrained(name_or_uri, **options)`, read through Penstock.
 
-    In one process, weights that match the model's tensors are read straight into the empty model on its only device.
-    Otherwise, and for every load of a group, transformers' own code loads, merges, splits, casts, quantises and shards
-    them. The logger of this module reports the choice and the reason.
+    Without a group, if the checkpoint's tensors match the model's tensors and the model is on one device, the weights
+    are read directly into the empty model. In all other cases, transformers' own code loads, merges, splits, casts,
+    quantises and shards the weights. The logger of this module reports the choice and the reason.
 
     Args:
         model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
@@ -81,28 +81,28 @@ def from_pretrained(
         group: a torch.distributed group whose ranks all make this call. Each rank reads a share of the weights from
             storage, and the ranks exchange the shares. This also works with `tp_plan` and FSDP2, where each rank keeps
             only its shards.
-        memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. In a group, half of it is for
-            tensors that have arrived but have not been requested yet.
-        verify: whether to compare the weights with the digests in the manifest. See `penstock.load`. In one process, a
+        memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. With a group, half of this
+            memory is used for tensors that have not been requested yet.
+        verify: whether to compare the weights with the digests in the manifest. See `penstock.load`. Without a group, a
             model on a hub is compared with the hub's digests.
         storage_options: credentials and endpoint. See `penstock.load`.
         progress: see `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
             own bar.
         trace: see `penstock.load`. It applies only if the model is filled in place.
-        weight_cache: use without a copy the processed parameters that a weight cache on this host holds from an earlier
-            process with the same model, options and versions. If there are none, load the model and hand its parameters
-            over to the cache (see `penstock.cache.cache_parameters`). They are stored under `NAME.KEY`. The name is
-            this string, or the model's name if this is True. The key is a digest of the model, options and versions.
+        weight_cache: whether to use the processed parameters in a weight cache on this host, without a copy. If the
+            cache has no parameters for the same model, options and versions, load the model and hand its parameters
+            over to the cache (see `penstock.cache.cache_parameters`). Their name is `NAME.KEY`. NAME is this string, or
+            the model's name if this is True. KEY is a digest of the model, options and versions.
         options: options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
             `revision`, `token` and `quantization_config`.
 
     Raises:
-        NotFound: there is no `config.json`.
+        NotFound: the model has no `config.json`.
         MissingExtra: transformers 5 is not installed.
         ConfigError: `trace`, or `verify=True` for a local directory, was passed for a model that is not filled in
-            place. Or `weight_cache` was passed with options or a model whose parameters cannot be cached.
+            place. Also raised if `weight_cache` was passed and the parameters cannot be cached.
         PeerLost: another rank of the group failed.
-        PenstockError: see `patched_libraries` and `penstock.load_into`. transformers' own errors are raised too.
+        PenstockError: see `patched_libraries` and `penstock.load_into`. Errors from transformers are raised unchanged.
     """
     _check_version()
     # `org/name@revision` becomes a URI on the hub. transformers also accepts names without an organisation.
@@ -116,9 +116,7 @@ def from_pretrained(
     }
     if weight_cache:
         if group is not None:
-            raise ConfigError(
-                "weight_cache= cannot be used with group=", hint="load the model on each rank without group="
-            )
+            raise ConfigError("weight_cache= cannot be used with group=", hint="omit group= on every rank")
         return _kept(model_class, name, weight_cache, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"
@@ -150,7 +148,7 @@ def start_from_pretrained(
     trace: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> BackgroundLoad:
-    """Start to load a model and return at once. The result's `module` is the model that `from_pretrained` returns.
+    """Start loading a model and return immediately. The result's `module` is the model that `from_pretrained` returns.
 
     The model can be used while its weights arrive, because each layer waits for its own weights. See
     `penstock.modules.load_in_background`.
@@ -163,8 +161,8 @@ def start_from_pretrained(
         options: `config`, `dtype` and `device_map` for one device.
 
     Raises:
-        ConfigError: the checkpoint's tensors do not match the model's on one device, for example because experts are
-            merged or weights are quantised. The message states the reason. Use `from_pretrained` instead.
+        ConfigError: the checkpoint's tensors do not match the tensors of a model on one device, for example because
+            experts are merged or weights are quantised. The message states the reason. Use `from_pretrained` instead.
         NotFound, MissingExtra: see `from_pretrained`.
         PenstockError: see `penstock.modules.load_in_background`.
     """
@@ -196,13 +194,13 @@ def start_from_pretrained(
 
 
 def weights_loader(model: Any) -> LoadFunction:
-    """Return a function that loads weights into a transformers model as transformers does.
+    """Return a function that loads weights into a transformers model in the same way as transformers.
 
     Pass it to `subscriber` as `load`.
 
-    The function merges experts, changes names and casts values as from_pretrained does for this class. The results are
-    copied into the model's parameters, whose addresses stay the same. When it runs with real tensors, it takes memory
-    for a second copy of them until it returns. Raises MissingExtra if transformers 5 is not installed.
+    The function merges experts, renames tensors and casts values like `from_pretrained` of the model's class. The
+    results are copied into the model's parameters, whose addresses stay the same. A call needs memory for a second copy
+    of the tensors, unless they are on the meta device. Raise MissingExtra if transformers 5 is not installed.
     """
     _check_version()
     from transformers import conversion_mapping, core_model_loading, modeling_utils
@@ -211,7 +209,7 @@ def weights_loader(model: Any) -> LoadFunction:
         """Load `weights` into the model's own parameters."""
         import torch
 
-        # transformers creates new parameters. Restore the model's parameters with the new values copied into them.
+        # transformers replaces the parameters. Restore the original parameters with the new values copied into them.
         before = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
         mapping = conversion_mapping.get_model_conversion_mapping(model)
         config = modeling_utils.LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
@@ -232,19 +230,19 @@ def weights_loader(model: Any) -> LoadFunction:
 def checkpoint_shards(
     model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return this rank's shards of a model by the checkpoint's names, for `publisher`.
+    """Return this rank's shards of a model for `publisher`, under the checkpoint's tensor names.
 
-    Without FSDP2, they are the whole model.
+    Without FSDP2, the shards are the whole model.
 
-    Tensors that the class has merged, such as experts, are split into the checkpoint's tensors as views without a copy.
+    A tensor that the class has merged, such as experts, is split into views that match the checkpoint's tensors.
 
     Args:
-        model: a transformers model, which FSDP2 may have wrapped.
-        uri: a checkpoint of the model. Its names and shapes are read, but not its tensors.
+        model: a transformers model, with or without FSDP2.
+        uri: a checkpoint of the model, from which only tensor names and shapes are read.
         storage_options: see `penstock.load`.
 
     Raises:
-        PlanError: the class computes some of the model's weights when it loads. The message names these weights.
+        PlanError: the class computes some weights during loading. The message names these weights.
         MissingExtra: transformers 5 is not installed.
     """
     _check_version()
@@ -273,7 +271,7 @@ def _read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
-    """Fill the model's tensors, and return when all of them are loaded."""
+    """Fill the model's tensors, and return when all tensors are loaded."""
     import penstock
 
     state = model.state_dict(keep_vars=True)
@@ -283,7 +281,7 @@ def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mappi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plain:
-    """A model that is one module on one device, in the dtype from its options, without quantisation."""
+    """A model without quantisation on a single device, which can be filled in place."""
 
     config: Any
     concrete: Any
@@ -312,9 +310,9 @@ class _Plain:
 def _plain(
     model_class: Any, uri: str, files: Path, options: Mapping[str, Any], storage_options: Mapping[str, str] | None
 ) -> _Plain | str:
-    """Describe a model by its configuration and its weights' headers.
+    """Return a description of a model from its configuration and the headers of its weights.
 
-    Return the reason instead if the model is not plain.
+    If the model cannot be filled in place, return the reason instead.
     """
     from transformers import AutoConfig
 
@@ -334,7 +332,7 @@ def _plain(
     if getattr(config, "quantization_config", None) is not None:
         return "it is quantised"
     concrete = _concrete(model_class, config)
-    # Read only headers. They show whether the checkpoint matches the model before any weights are read.
+    # Read only the headers, to check whether the checkpoint matches the model before any weights are read.
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         manifest = weights.manifest
     dtype = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
@@ -363,13 +361,13 @@ def _filled(
     arguments: Mapping[str, Any],
     fill: Callable[[Any, Mapping[str, str], str, Mapping[str, Any]], None],
 ) -> tuple[Any | None, str]:
-    """Return the model, filled in place, or None and the reason why transformers has to load the model.
+    """Return the model after filling it in place, or None and the reason why transformers must load the model.
 
     Args:
         model_class, uri, options: See `from_pretrained`.
         arguments: Arguments for the load.
-        fill: Called with the empty model, a mapping from the checkpoint's tensor names to the model's, the URI and
-            `arguments`.
+        fill: Function that fills the empty model. Its arguments are the model, a mapping from the checkpoint's tensor
+            names to the model's names, the URI and `arguments`.
     """
     import torch
     from transformers import initialization
@@ -387,10 +385,10 @@ def _filled(
         targets, why = _targets(model, table)
         if why is not None:
             return None, why
-        # transformers initialises every tensor without this mark at random, but these tensors will be loaded.
+        # Mark the tensors as loaded. Otherwise transformers would initialise them at random below.
         for tensor in model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
-        # Compute buffers that no checkpoint holds (rotary frequencies) on the CPU, as from_pretrained does.
+        # Compute the buffers that are not in the checkpoint, such as rotary frequencies, as `from_pretrained` does.
         model.initialize_weights()
         _read_generation(model, files)
         fill(model, targets, uri, arguments)
@@ -403,7 +401,7 @@ def _kept(
 ) -> Any:
     """Return the model with processed parameters from a weight cache.
 
-    If the cache has none, load them and hand them over.
+    If the cache does not have the parameters, load them and hand them over to the cache.
     """
     import torch
     from transformers import initialization
@@ -434,19 +432,18 @@ def _kept(
                     model = concrete._from_config(copy.deepcopy(config), dtype=kind)
                 model.tie_weights()
                 attached.attach_into(model)
-                # Keep the attachment to the cache only now. If the model cannot use the parameters, no lease may remain
-                # during the load.
+                # Keep the lease on the cached parameters only now. If the model cannot use them, the lease must end
+                # before the load.
                 stack.pop_all()
         except (NotFound, HubUnavailable) as error:
             _logger.info("penstock: loading %s: %s", uri, error.message)
         except NOT_USABLE as error:
-            # Log the text. A log handler that stores the exception would keep its frames alive, and with them the
-            # model.
+            # Log only the text. A log handler that stores the exception would keep its frames and the model alive.
             _logger.warning("penstock: loading %s, because its cached parameters cannot be used: %s", uri, str(error))
         else:
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor._is_hf_initialized = True
-            # Buffers that are in no checkpoint have no memory yet, and `initialize_weights` computes them.
+            # Allocate the buffers that are not in the checkpoint, because `initialize_weights` computes their values.
             for module in model.modules():
                 for buffer in module._non_persistent_buffers_set:
                     if (empty := module._buffers[buffer]) is not None:
@@ -457,8 +454,8 @@ def _kept(
             return model.eval()
     model = from_pretrained(model_class, uri, **arguments, **options)
     try:
-        # The files may have been replaced after their headers were read. A configuration from the caller cannot have
-        # been replaced, but transformers may have written to it.
+        # The files may have been replaced after their headers were read. Use a copy of the caller's configuration,
+        # because transformers may have modified the original.
         given = {} if options.get("config") is None else {"config": config}
         with _local_files(uri, storage_options) as files:
             now = _plain(model_class, uri, files, {**options, **given}, storage_options)
@@ -466,8 +463,8 @@ def _kept(
             changed = now if isinstance(now, str) else ", ".join(key.differences(loaded))
             raise SourceChanged(f"the checkpoint changed during the load: {changed}", uri=uri)
         report = penstock.cache.cache_parameters(model, name).report
-    # The model is loaded, and a failed hand-over leaves the model unchanged. While config.json is being replaced, it
-    # may be invalid JSON, and transformers then raises ValueError or OSError.
+    # The model is usable even if the hand-over fails. If config.json is being replaced at this time, transformers may
+    # raise ValueError or OSError.
     except (PenstockError, OSError, ValueError) as error:
         _logger.warning("penstock: the parameters of %s are not cached for the next process: %s", uri, error)
     else:
@@ -482,7 +479,7 @@ def _by_transformers(
     options: dict[str, Any],
     arguments: Mapping[str, Any],
 ) -> Any:
-    """Return the model as loaded by transformers' own code, which reads through Penstock."""
+    """Return the model that transformers' own code loads while it reads through Penstock."""
     storage_options = arguments["storage_options"]
     memory_bytes = arguments["memory_bytes"]
     block = patched_libraries(
@@ -504,7 +501,7 @@ def _by_transformers(
 
 
 def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options with which transformers loads a URI on a hub. Raise ConfigError if it cannot."""
+    """Return the arguments with which transformers loads a URI on a hub. Raise ConfigError for an unsupported URI."""
     where = parse_repository(uri, "hf")
     if where.kind != "model":
         raise ConfigError(f"a {where.kind} is not a model", uri=uri, hint="use hf://org/name[@revision][/folder]")
@@ -518,7 +515,7 @@ def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def _one_device(device_map: Any) -> Any | None:
-    """Return the only device in a `device_map`. Return None for several devices or if transformers must choose."""
+    """Return the only device in a `device_map`, or None if there are several devices or transformers must choose."""
     import torch
 
     if device_map is None:
@@ -533,14 +530,14 @@ def _one_device(device_map: Any) -> Any | None:
 
 
 def _dtype(dtype: Any) -> Any | None:
-    """Return the torch dtype that an option names. None means the config's dtype."""
+    """Return the torch dtype for an option's value, or None for the config's dtype."""
     import torch
 
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:
-    """Return the model's name for each tensor in the checkpoint, or the reason why the tensors do not match."""
+    """Return the model's tensor name for each tensor in the checkpoint, and None, or the reason for a mismatch."""
     from transformers import conversion_mapping, core_model_loading
 
     from penstock.spi import torch_dtype, torch_shape
@@ -562,7 +559,7 @@ def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None
         if (torch_dtype(dtype), torch_shape(dtype, shape)) != (own.dtype, tuple(own.shape)):
             return {}, f"{name} is {dtype} {list(shape)}, the model's {own.dtype} {list(own.shape)}"
         targets[name] = target
-    # Tied parameters are one tensor with several names, and a checkpoint must contain exactly one of these names.
+    # Tied parameters are one tensor with several names. The checkpoint must contain exactly one of these names.
     places: dict[int, list[str]] = {}
     for name, tensor in state.items():
         places.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), []).append(name)
@@ -584,7 +581,7 @@ def _first_floating(table: TensorTable) -> Any:
 
 
 def _concrete(model_class: Any, config: Any) -> Any:
-    """Return `model_class` itself, or an Auto class's model class for this config.
+    """Return `model_class` itself, or the model class that an Auto class selects for this config.
 
     Raise ConfigError if there is none.
     """
@@ -600,7 +597,7 @@ def _concrete(model_class: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _local_files(uri: str, storage_options: Mapping[str, str] | None) -> Iterator[Path]:
-    """Yield a directory with the model's configuration: the model's directory, or a temporary local copy."""
+    """Yield a local directory with the model's configuration: the model's directory, or a temporary copy."""
     if not is_remote(uri):
         yield Path(local_path(uri))
         return

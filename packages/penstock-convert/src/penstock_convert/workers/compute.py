@@ -1,4 +1,4 @@
-"""The compute backends of a worker: the protocol, the backend for host memory, and reservations of task memory.
+"""Compute backends for a worker: the protocol, the backend for host memory, and the reservations of task memory.
 
 `cuda_compute` contains the backend for a CUDA device.
 
@@ -33,13 +33,13 @@ accesses"."""
 
 
 class Buffers:
-    """Buffers by size, and the bytes that tasks have reserved. Thread-safe.
+    """Reusable buffers, and the number of bytes that tasks have reserved. Thread-safe.
 
     Args:
-        memory_bytes: limit for the total of reserved memory and memory kept for reuse.
+        memory_bytes: limit in bytes for reserved memory and unused buffers in total.
 
     Attributes:
-        peak_bytes: peak of the reserved bytes.
+        peak_bytes: largest number of bytes that were reserved at the same time.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -52,18 +52,18 @@ class Buffers:
         self._changed = threading.Condition()
 
     def reserve(self, nbytes: int, stopped: Callable[[], bool]) -> None:
-        """Wait until there is memory for a task of `nbytes`. A task that is alone never waits.
+        """Reserve `nbytes` for a task, and wait for them if other tasks have reservations.
 
         Raises:
             Cancelled: `stopped` became true during the wait.
         """
         with self._changed:
-            # The tasks that hold the memory have a deadline, and notify this condition when they end. A task above the
-            # limit runs alone instead of waiting forever.
+            # The tasks that hold the memory have a deadline and notify this condition when they end. A task that is
+            # larger than the limit runs alone instead of waiting forever.
             while self._reserved and self._reserved + nbytes > self._bound:
                 if stopped():
                     raise Cancelled("the job ended while a task waited for memory")
-                # A stop does not notify this condition, so poll it.
+                # A stop does not notify this condition, so poll `stopped`.
                 self._changed.wait(0.1)
             self._reserved += nbytes
             self.peak_bytes = max(self.peak_bytes, self._reserved)
@@ -75,12 +75,12 @@ class Buffers:
             self._changed.notify_all()
 
     def get(self, nbytes: int) -> torch.Tensor:
-        """Return a flat uint8 buffer of at least `nbytes`: the smallest kept buffer that fits, or a new one."""
+        """Return a flat uint8 buffer of at least `nbytes`: the smallest unused buffer that fits, or a new buffer."""
         # Round sizes up by at most an eighth, so that tasks of similar size share buffers.
         step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
         size = max(1, -(-nbytes // step)) * step
         with self._changed:
-            # Of equal buffers, use the most recently used one, so that surplus buffers stay unused and are freed first.
+            # Of equally large buffers, use the last one used, so that surplus buffers stay unused and are freed first.
             fits = [buffer for buffer in self._kept if nbytes <= len(buffer) <= _FITS * size]
             reused = min(reversed(fits), key=len, default=None)
             if reused is not None:
@@ -91,7 +91,7 @@ class Buffers:
         return torch.empty(size, dtype=torch.uint8) if reused is None else reused
 
     def put(self, buffer: torch.Tensor) -> None:
-        """Return a buffer from `get` for reuse. Nothing may read or write it any more."""
+        """Give back a buffer from `get` for reuse. The caller must not read or write the buffer afterwards."""
         with self._changed:
             self._kept.append(buffer)
             self._kept_bytes += len(buffer)
@@ -99,7 +99,7 @@ class Buffers:
             self._evict()
 
     def _evict(self) -> None:
-        """Free the longest unused buffers, until the kept buffers and the tasks' memory are within the limit."""
+        """Free the longest-unused buffers until the unused buffers and the tasks' memory are within the limit."""
         while self._kept and self._kept_bytes + max(self._lent_bytes, self._reserved) > self._bound:
             self._forget(self._kept[0])
 
@@ -109,18 +109,18 @@ class Buffers:
 
 
 def packed(sizes: Sequence[int]) -> list[int]:
-    """Return the offsets at which tensors with these sizes begin in one buffer, and the end of the last."""
+    """Return the offsets at which tensors with these sizes begin in one buffer, and the end of the last tensor."""
     return [0, *accumulate(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)]
 
 
 def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Cut a buffer into tensors at the offsets of `packed`."""
+    """Split a buffer into tensors at the offsets from `packed`."""
     return [buffer[at : at + size] for at, size in zip(packed(sizes), sizes, strict=False)]
 
 
 @dataclass(slots=True)
 class ComputedOutputs:
-    """The outputs of a task, valid when the step that computes them is over."""
+    """The outputs of a task. They are valid after the step that computes them has finished."""
 
     raw: list[torch.Tensor]
     """The bytes of each output as flat uint8, in the backend's memory."""
@@ -135,10 +135,10 @@ Write = Callable[[int, memoryview], None]
 
 
 class ComputeBackend(Protocol):
-    """A device and the memory of the tasks that it computes. Thread-safe.
+    """A device that computes tasks, and the memory for these tasks. Thread-safe.
 
     Attributes:
-        device: device that computes.
+        device: device that runs the operations.
         buffers: reservations of tasks.
         staged_bytes: host memory in bytes that the backend uses in addition to reservations.
     """
@@ -149,7 +149,7 @@ class ComputeBackend(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak host memory in bytes, without tasks that run in parts."""
+        """Return the peak host memory in bytes, not counting tasks that run in parts."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -157,11 +157,11 @@ class ComputeBackend(Protocol):
         ...
 
     def release(self, memory: torch.Tensor) -> None:
-        """Release memory from `allocate`. Nothing may read or write it any more."""
+        """Release memory from `allocate`. The caller must not read or write it afterwards."""
         ...
 
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
-        """Fill a part of allocated memory with `read`, a multiple of `leaf_bytes` at a time.
+        """Fill a part of allocated memory by calling `read` with a multiple of `leaf_bytes` at a time.
 
         Return when the part is complete.
         """
@@ -170,19 +170,19 @@ class ComputeBackend(Protocol):
     def compute(
         self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]
     ) -> tuple[ComputedOutputs, PendingItem | None]:
-        """Call `run` and digest its outputs. They are complete when the pending item is done.
+        """Call `run` and digest its outputs. The outputs and digests are complete when the pending item is done.
 
         Args:
-            cuts: for each output, ascending offsets from 0 to its size. The bytes between two cuts get one digest.
+            cuts: for each output, ascending offsets from 0 to its size. Each range between two offsets has a digest.
         """
         ...
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
-        """Pass the bytes of an output to `write`. Return when all of them are passed on."""
+        """Pass the bytes of an output to `write`. Return after the last call of `write`."""
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context in which torch computes on this backend, ordered with copies of its results to the host."""
+        """Return a context in which torch computes on this backend. Copies to the host wait for the computation."""
         ...
 
     def close(self) -> None:
@@ -237,11 +237,11 @@ class HostCompute:
         return nullcontext()
 
     def close(self) -> None:
-        """See `ComputeBackend.close`. The memory is freed with its last user."""
+        """See `ComputeBackend.close`. The memory is freed when its last reference is gone."""
 
 
 def as_view(raw: torch.Tensor) -> memoryview:
-    """Return flat uint8 host memory as a writable view."""
+    """Return a writable memoryview of a flat uint8 tensor in host memory."""
     array: npt.NDArray[np.uint8] = raw.numpy()
     return array.data
 

@@ -1,6 +1,6 @@
 """The compute backend for a CUDA device.
 
-Tasks are in device memory, and their bytes pass through a few pinned host buffers.
+The inputs and outputs of tasks are in device memory, and their bytes pass through a few pinned host buffers.
 
     read --staged, copied--> inputs --run, digest--> outputs --copied, staged--> write
                    a stream                 a stream                  a stream
@@ -37,9 +37,9 @@ class CudaCompute:
     """A backend that computes on one CUDA device.
 
     Args:
-        pool: Staging buffers, pinned for the device. A buffer holds at least every `leaf_bytes` of `fill`.
+        pool: Staging buffers, pinned for the device. A buffer must not be smaller than `leaf_bytes` of `fill`.
         device: The device, with an index.
-        device_bytes: Maximum device memory of all tasks, in bytes.
+        device_bytes: Limit in bytes for the device memory of all tasks.
         stall_s: Deadline of a copy, in seconds.
     """
 
@@ -63,14 +63,14 @@ class CudaCompute:
         """Map and pin the staging buffers.
 
         Args:
-            memory_bytes: Limit of the staging buffers. They take at most half of it, or are two where a leaf is large.
+            memory_bytes: Limit for host memory. The staging buffers use half of it, but there are at least two.
             device: The device, with an index.
-            piece_bytes: Size of a staging buffer, which is rounded up to a page.
+            piece_bytes: Size in bytes of a staging buffer, which is rounded up to whole pages.
             num_threads: Number of threads that call `fill` or `drain`.
             stall_s: Deadline of a copy, in seconds.
 
         Raises:
-            BudgetTooSmall: `memory_bytes` has no space for two staging buffers.
+            BudgetTooSmall: `memory_bytes` is too small for two staging buffers.
         """
         free_bytes, _ = torch.cuda.mem_get_info(device)
         piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -90,12 +90,12 @@ class CudaCompute:
         """See `ComputeBackend.allocate`."""
         with torch.cuda.device(self.device.index), torch.cuda.stream(self._up), _OutOfMemoryMapper(self.device):
             # `record_stream` is not needed, although an operation reads the memory on a different stream. A task
-            # releases its memory only after the device is done with it. An event for each would be queried at every
-            # later allocation.
+            # releases its memory only after the device has finished using it. `record_stream` would add an event that
+            # torch queries at every later allocation.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, memory: torch.Tensor) -> None:
-        """See `ComputeBackend.release`. Torch gets the memory back with its last user."""
+        """See `ComputeBackend.release`. Torch reuses the memory when its last reference is gone."""
 
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
         """See `ComputeBackend.fill`."""

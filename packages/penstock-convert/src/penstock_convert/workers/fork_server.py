@@ -1,9 +1,9 @@
-"""The fork server imports the large libraries once, and then forks processes in tens of milliseconds each.
+"""A fork server that imports the large libraries once, and then forks each process in tens of milliseconds.
 
     caller --socketpair--> fork server: torch imported, no thread, no device --fork--> function(*arguments)
 
-It ends with the thread that started it, however that thread ends, and the processes that it forked end with it. This
-module is also the program of the fork server, so it imports little.
+The fork server exits when the thread that started it ends, for whatever reason, and its forked processes exit with it.
+This module is also the fork server's main program, so it imports few modules.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Forked:
         self.pid = pid
         self._fork_server = fork_server
         self._code = -1
-        # The process is reaped only after this descriptor reports its exit, so its PID is not reused before then.
+        # The process is reaped only after this descriptor reports the exit, so the PID is not reused earlier.
         self._pidfd: int | None = pidfd
-        # This also closes the descriptor if the fork server was killed and the exit code will never be known.
+        # The finalizer also closes the descriptor if the fork server was killed, when no exit code is available.
         self._close = weakref.finalize(self, os.close, pidfd)
-        # Do not close the descriptor at the interpreter's exit, because other threads still use it. The kernel closes
-        # it afterwards.
+        # Do not close the descriptor when the interpreter exits, because other threads still use it. The kernel closes
+        # it when the process ends.
         self._close.atexit = False
 
     def send_signal(self, number: int) -> None:
@@ -72,7 +72,7 @@ class Forked:
         self._pidfd = None
 
     def poll(self) -> int | None:
-        """Return the exit code (minus the signal that ended it), or None while the process runs."""
+        """Return the exit code, which is minus the signal for a killed process, or None while the process runs."""
         try:
             return self.wait(timeout=0.0)
         except subprocess.TimeoutExpired:
@@ -101,7 +101,7 @@ class ForkServer(Closeable):
     """A handle for the fork server's process. A context manager. Thread-safe."""
 
     def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        # Allow one request at a time, because responses carry no request ID.
+        # Allow only one request at a time, because responses contain no request ID.
         self._lock = threading.Lock()
         # The first response may take longer, because it waits for the imports.
         self._patience_s = START_S
@@ -113,17 +113,17 @@ class ForkServer(Closeable):
         """Start the process without waiting for its imports.
 
         Args:
-            imports: modules to import. A missing module is an error later, in the process that needs it.
+            imports: modules to import. A missing module is reported later by the process that needs it.
 
         Raises:
             PeerLost: the process cannot be started.
         """
-        # Use packets, so that a request and its descriptors arrive together and need no framing.
+        # Use a packet socket, so that a request arrives together with its descriptors and needs no framing.
         connection, theirs = descriptors.opened(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
         command = [sys.executable, "-m", "penstock_convert.workers.fork_server", str(theirs.fileno()), *imports]
         try:
-            # Functions print to stderr, because stdout belongs to the caller. A separate session keeps Ctrl-C in the
-            # terminal away from this process, so that only the caller gets it and ends the workers.
+            # Functions print to stderr, because stdout belongs to the caller. In a separate session, the fork server
+            # does not receive Ctrl-C from the terminal. Only the caller receives it and ends the workers.
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
             )
@@ -131,7 +131,7 @@ class ForkServer(Closeable):
             connection.close()
             raise PeerLost(f"cannot start a process: {error.strerror}") from error
         finally:
-            # Otherwise this process would keep the other end open, and never detect that the fork server closed it.
+            # Close the fork server's end. Otherwise this process would never detect that the fork server closed it.
             theirs.close()
         return cls(connection, process)
 
@@ -142,18 +142,18 @@ class ForkServer(Closeable):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process runs."""
+        """Return whether the fork server is running."""
         return self._process.poll() is None
 
     def fork(self, function: str, arguments: Sequence[object], stdio: Sequence[int] = ()) -> Forked:
-        """Call `module:function` in a new process. Its result is the exit code.
+        """Call `module:function` in a new process, which exits with the function's result as its exit code.
 
         Args:
             function: import path of the function.
-            arguments: JSON values, below 64 KiB in total. Unlike with a command line, other users on the host cannot
-                read them.
-            stdio: descriptors for its standard input and output. If empty, it has no input, and its output goes to
-                stderr.
+            arguments: JSON values, less than 64 KiB in total. Unlike command-line arguments, they are not visible to
+                other users on the host.
+            stdio: descriptors for the new process's standard input and output. If empty, the new process has no input,
+                and its output goes to stderr.
 
         Raises:
             PeerLost: the fork server has exited or does not respond.
@@ -165,7 +165,7 @@ class ForkServer(Closeable):
             raise PeerLost(f"a forked process ended immediately: {error.strerror}") from error
 
     def reap(self, pid: int) -> int:
-        """Return the exit code of a process that ended. Raise PeerLost as in `fork`."""
+        """Return the exit code of a process that has ended. Raises the same errors as `fork`."""
         return self._request({"reap": pid})
 
     def _request(self, what: object, fds: Sequence[int] = ()) -> int:
@@ -175,11 +175,11 @@ class ForkServer(Closeable):
                 socket.send_fds(self._connection, [json.dumps(what).encode()], fds)
                 answer = self._connection.recv(_MAX_MESSAGE_BYTES)
             except OSError as error:
-                # A late response would be taken for the response to the next request.
+                # Stop the fork server, because a late response would be mistaken for the response to the next request.
                 self._kill()
                 raise PeerLost(f"the fork server does not respond: {error.strerror or error}") from error
             except BaseException:
-                # A signal handler raised an exception during the wait, so the response would arrive late too.
+                # A signal handler raised an exception during the wait, so a late response could arrive here too.
                 self._kill()
                 raise
             if not answer:
@@ -189,25 +189,25 @@ class ForkServer(Closeable):
             return int(answer)
 
     def close(self) -> None:
-        """End the process and all processes that it forked, even during its imports. Idempotent."""
+        """End the fork server, even during its imports, and all processes that it forked. Idempotent."""
         self._connection.close()
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the process and wait for its end, so that `is_alive` is false afterwards."""
+        """Kill the fork server and wait until it has ended, so that `is_alive` is False afterwards."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that forked it ends, even in a C call or a stop.
+    """Let the kernel kill this process when the thread that forked it ends, even during a C call or while stopped.
 
     Args:
         parent: PID of that thread's process. If that process has already exited, this process exits immediately.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # A parent that ended before the call above sends no signal.
+    # If the parent ended before the call above, the kernel sends no signal.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -220,11 +220,11 @@ def _serve(line: socket.socket) -> None:
         if not body:
             return
         request = json.loads(body)
-        # The descriptor has told the caller that the process ended, so this does not wait.
+        # `waitpid` does not wait, because the caller's pidfd has already reported that the process ended.
         if "reap" in request:
             line.send(str(os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])).encode())
             continue
-        # Reading the pipe waits until the child has run `end_with_parent`.
+        # The read from this pipe below returns after the child has called `end_with_parent`.
         begun, begins = os.pipe()
         pid = os.fork()
         if not pid:
@@ -242,9 +242,9 @@ def _serve(line: socket.socket) -> None:
 
 
 def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> NoReturn:
-    """Call a function in a forked process. End the process with `os._exit`, which skips the parent's cleanup."""
+    """Call a function in a forked process. Exit with `os._exit`, which skips cleanup that belongs to the parent."""
     code = 1
-    # A fork inside an `except` block inherits that exception, which is not the child's.
+    # A child that is forked inside an `except` block inherits the parent's exception. Do not report that exception.
     inherited = sys.exception()
     try:
         os.setsid()
@@ -263,22 +263,22 @@ def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> 
 def main() -> None:
     """Run the fork server without threads.
 
-    A fork copies only one thread, and locks of other threads would stay held.
+    A fork copies only the calling thread, so a lock that another thread holds would never be released in the child.
     """
-    # A parent that has already ended has closed its end of the socket, which ends `_serve`.
+    # If the parent has already ended, its end of the socket is closed, and `_serve` returns.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # Imports create objects that stay. Garbage collection among them would take a tenth of the time.
+    # Imports create many objects that are never freed. Garbage collections would take a tenth of the import time.
     gc.disable()
     for name in sys.argv[2:]:
-        # The process that needs a missing optional package reports it.
+        # A missing optional package is reported by the process that needs it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    # A collection in a child would write to the header of every object, and so copy all shared pages.
+    # A garbage collection in a child would write to the header of every object and copy all shared pages. Prevent that.
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        # Serve until the caller is gone, possibly before it reads a response.
+        # The caller may exit before it has read a response.
         _serve(line)
 
 

@@ -1,7 +1,7 @@
-"""Runs workers as threads of this process, for small conversions, because starting a process takes longer than they do.
+"""Runs workers as threads of this process, because starting a process takes longer than a small conversion.
 
-The worker is the same as in a separate process (`process.serve`), except that it is ended by closing its connection,
-because a thread cannot be killed. `convert` decides which conversions run this way.
+The workers run the same code as a separate process (`process.serve`). A thread cannot be killed, so a worker is ended
+by closing its connection. `convert` decides which conversions run in threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _WorkerThread:
-    """A worker's thread, and its connection as soon as there is one."""
+    """A worker's thread and, once it has connected, its connection."""
 
     thread: threading.Thread | None = None
     wire: Wire | None = None
@@ -41,7 +41,7 @@ class ThreadLauncher(Closeable):
     listen: str | None = None
 
     def __init__(self) -> None:
-        # Import torch here, because it takes seconds and Ctrl-C would not end it in a worker's thread.
+        # Import torch in this thread. The import takes seconds, and Ctrl-C cannot interrupt it in other threads.
         with extras_named():
             importlib.import_module("torch")
         self._workers: dict[str, _WorkerThread] = {}
@@ -49,7 +49,7 @@ class ThreadLauncher(Closeable):
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Launcher.spawn`. Raise DestinationError if the system cannot start more threads."""
         started = _WorkerThread()
-        # Use a daemon thread, because a program that ends must not wait for a read that hangs in the kernel.
+        # Use a daemon thread, so that the program can exit while a read hangs in the kernel.
         started.thread = threading.Thread(
             target=_work, args=(started, worker, device, address, secret), name=f"penstock-{worker}", daemon=True
         )
@@ -62,7 +62,7 @@ class ThreadLauncher(Closeable):
         return None if thread is None or thread.is_alive() else "its thread has ended"
 
     def kill(self, worker: str) -> None:
-        """See `Launcher.kill`. A worker whose read or write hangs in the kernel is left after `END_S`."""
+        """See `Launcher.kill`. A worker whose read or write hangs in the kernel is abandoned after `END_S`."""
         ending = self._workers[worker]
         ending.is_killed.set()
         if ending.wire is not None:
@@ -82,7 +82,7 @@ def _work(state: _WorkerThread, worker: str, device: str, address: str, secret: 
 
     from penstock_convert.workers.process import connect, serve
 
-    # The coordinator has received the error or is gone.
+    # Ignore the error, because the coordinator has already received it or has exited.
     with contextlib.suppress(PenstockError):
         wire = connect(address, timeout_s=30.0)
         state.wire = wire

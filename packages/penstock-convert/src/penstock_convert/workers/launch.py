@@ -1,8 +1,8 @@
 """Launchers start and stop the workers of a job, as processes on this host or as actors in a Ray cluster.
 
-A worker on the CPU is forked from a process that has imported torch. A CUDA driver does not survive a fork. Workers for
-GPUs therefore start before their device is known ("prewarmed"), and import torch while the driver starts. Doing both in
-sequence would take twice as long.
+A worker on the CPU is forked from a process that has imported torch. A CUDA driver does not work after a fork, so a
+worker on a GPU imports torch and initialises the driver itself, both at the same time. In sequence, the two steps would
+take twice as long. Workers for GPUs start before their device is known ("prewarmed").
 
     started --import torch and the rest----------------------> work(address, worker, device, secret)
             `--driver--> arguments arrive --> device's context --'
@@ -59,18 +59,18 @@ class Launcher(Protocol):
     """Starts and stops workers.
 
     Attributes:
-        listen: name or address of this host at which workers reach the coordinator. None means that all are on this
-            host.
+        listen: name or address of this host at which workers reach the coordinator. None means that all workers are on
+            this host.
     """
 
     listen: str | None
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """Start a worker with this name, which connects to `address`. Raise PeerLost if it cannot be started."""
+        """Start a worker named `worker`, which connects to `address`. Raise PeerLost if it cannot be started."""
         ...
 
     def ended(self, worker: str) -> str | None:
-        """Return how a worker ended, or None if it may still connect or send."""
+        """Return a text that says how a worker ended, or None if the worker may still connect or send messages."""
         ...
 
     def kill(self, worker: str) -> None:
@@ -85,7 +85,7 @@ class LocalLauncher(Closeable):
         fork_server: the process that forks the workers. None before `begin`.
 
     Args:
-        devices, workers: the values that will probably be requested. See `devices_of`.
+        devices, workers: the expected arguments of `devices_of`, which determine how many processes are prewarmed.
     """
 
     listen: str | None = None
@@ -99,7 +99,7 @@ class LocalLauncher(Closeable):
         self._prewarmed: list[tuple[Forked, int]] = []
 
     def begin(self) -> ForkServer:
-        """Start the fork server, and do not wait for its imports, which take seconds. Idempotent.
+        """Start the fork server without waiting for its imports, which take seconds. Idempotent.
 
         Raises:
             MissingExtra: torch is not installed, so no worker can run.
@@ -108,14 +108,14 @@ class LocalLauncher(Closeable):
         if self.fork_server is None or not self.fork_server.is_alive:
             require_package("torch")
             self.close()
-            # Prewarmed processes import for themselves, and need not wait for the fork server's imports.
+            # Prewarmed processes import the modules themselves, so the fork server imports nothing.
             self.fork_server = ForkServer.start(() if self._num_prewarmed else IMPORTS)
             for _ in range(self._num_prewarmed):
                 self._prewarmed.append(self._prewarm(self.fork_server))
         return self.fork_server
 
     def _prewarm(self, fork_server: ForkServer) -> tuple[Forked, int]:
-        """Fork a process that waits for a worker's arguments. Return it and the descriptor to write them to."""
+        """Fork a process that waits for a worker's arguments. Return it and the descriptor for the arguments."""
         reads, writes = descriptors.opened(os.pipe)
         try:
             return fork_server.fork("penstock_convert.workers.launch:work", [], (reads, 2)), writes
@@ -123,29 +123,27 @@ class LocalLauncher(Closeable):
             os.close(writes)
             raise
         finally:
-            # The child has a copy. Its input ends only when no other process has the pipe open.
+            # The child has its own copy of this descriptor.
             os.close(reads)
 
     def gpus(self) -> list[str]:
-        """See `gpus`. Count in a new process, because this one must not import torch or initialise a device.
+        """Count the GPUs in a new process, because this process must not import torch or initialise a device.
 
         Raise PeerLost.
         """
         if self._gpus is None:
             try:
-                # Use the exit code, because a forked process returns nothing else without an extra channel.
+                # Use the exit code, because a forked process returns nothing else without an additional channel.
                 code = self._retried(_count_gpus) if has_driver() else _COUNTED
             except subprocess.TimeoutExpired as error:
-                raise PeerLost(
-                    f"counting GPUs took longer than {START_S:g} s", hint="check the GPUs with nvidia-smi"
-                ) from error
+                raise PeerLost(f"counting GPUs took longer than {START_S:g} s", hint="run nvidia-smi") from error
             if code < _COUNTED:
                 message = f"the process that counts GPUs failed with exit code {code}"
-                raise PeerLost(message, hint="check the GPUs with nvidia-smi, or use devices=cpu")
+                raise PeerLost(message, hint="run nvidia-smi, or use devices=cpu")
             self._gpus = [f"cuda:{i}" for i in range(code - _COUNTED)]
             if not self._gpus and self._num_prewarmed:
                 self.close()
-                # Device files exist, but no GPU. Workers run on the CPU, from a new fork server.
+                # There are device files but no GPU. Fork the CPU workers from a new fork server with all imports.
                 self._num_prewarmed = 0
         return self._gpus
 
@@ -161,22 +159,21 @@ class LocalLauncher(Closeable):
         self._processes[worker] = self._retried(partial(self._start, [address, worker, device, secret]))
 
     def _start(self, arguments: list[str], fork_server: ForkServer) -> Forked:
-        # All prewarmed processes may be in use, if there are more workers than GPUs or a lost worker is replaced.
+        # All prewarmed processes may be in use if there are more workers than GPUs, or if a lost worker is replaced.
         if not self._prewarmed:
             return fork_server.fork("penstock_convert.workers.process:work", arguments)
         process, line = self._prewarmed.pop()
         with contextlib.suppress(BrokenPipeError), open(line, "w", encoding="utf-8") as pipe:
-            # If the process has ended, `ended` reports it.
+            # If the process has already ended, `ended` reports this.
             pipe.write(json.dumps(arguments) + "\n")
         return process
 
     def _retried(self, ask: Callable[[ForkServer], _T]) -> _T:
-        """Call a function with the fork server, and start a new fork server if it was lost.
+        """Call a function with the fork server, and retry with a new fork server if the first one was lost.
 
-        Raise PeerLost after `RESTARTS`.
+        Raise PeerLost after `RESTARTS` restarts.
 
-        The processes that the lost server had forked ended with it. The coordinator notices this and replaces those
-        workers.
+        The processes of a lost fork server ended with it. The coordinator detects this and replaces these workers.
         """
         for _ in range(RESTARTS):
             with contextlib.suppress(PeerLost):
@@ -197,8 +194,8 @@ class LocalLauncher(Closeable):
     def kill(self, worker: str) -> None:
         """See `Launcher.kill`."""
         process = self._processes[worker]
-        # Wait for its end, because its tasks run elsewhere next and it must not write another byte. Give up after
-        # `END_S` if the kernel cannot end it. A fork server that is gone has taken its processes with it.
+        # Wait until the process has ended, because other workers run its tasks next. Stop waiting after `END_S` if the
+        # kernel cannot end the process. If the fork server has exited, its processes have ended too.
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, PeerLost):
             process.send_signal(signal.SIGKILL)
             process.wait(END_S)
@@ -211,41 +208,41 @@ class LocalLauncher(Closeable):
         while self._prewarmed:
             process, line = self._prewarmed.pop()
             process.forget()
-            # A process that still waits for arguments reads the end of the pipe, and exits.
+            # A process that still waits for its arguments reaches the end of the pipe and exits.
             os.close(line)
 
 
 def has_driver() -> bool:
-    """Return whether a GPU driver is loaded. Without a driver, no process is started to count GPUs."""
+    """Return whether the device files of a GPU driver exist."""
     return any(os.path.exists(path) for path in _DRIVERS)
 
 
 def num_prewarmed(devices: str | Sequence[str], workers: int | None) -> int:
-    """Return the number of processes to start before GPUs are counted, one for each worker that may use a GPU."""
+    """Return the number of processes to start before GPUs are counted, for workers that may use a GPU."""
     named = [devices] if isinstance(devices, str) else list(devices)
-    # Use device files and CUDA_VISIBLE_DEVICES, because asking the driver would take the time that prewarming saves.
+    # Use device files and CUDA_VISIBLE_DEVICES, because initialising the driver would take as long as prewarming saves.
     if named == ["all"]:
         there, shown = glob.glob("/dev/nvidia[0-9]*"), visible_devices()
         named = ["cuda"] * (len(there) if shown is None else min(len(there), len(shown)))
     if not named or not has_driver():
         return 0
-    # Start one for each device, and beyond that no more than cores, because each process imports torch.
+    # Start no more processes than there are cores or devices, whichever is larger, because each process imports torch.
     count = min(workers or len(named), max(len(named), len(os.sched_getaffinity(0))))
     return sum(named[i % len(named)] != "cpu" for i in range(count))
 
 
 def _count_gpus(fork_server: ForkServer) -> int:
-    """Return `_COUNTED` plus the number of GPUs, counted by a process that then ends."""
+    """Return `_COUNTED` plus the number of GPUs, which a separate process counts."""
     return fork_server.fork("penstock_convert.workers.launch:exit_with_gpu_count", []).wait(START_S)
 
 
 def exit_with_gpu_count() -> int:
-    """Return the number of GPUs as an exit code that no failure uses."""
+    """Return an exit code that contains the number of GPUs and that no failure uses."""
     return _COUNTED + num_gpus()
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs according to the driver, or to torch if the driver is not NVIDIA's or fails."""
+    """Return the number of GPUs from the NVIDIA driver, or from torch if that driver is missing or fails."""
     from penstock.cuda.driver import load_driver
 
     try:
@@ -262,7 +259,7 @@ def gpus() -> list[str]:
 
 
 def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable[[], list[str]] = gpus) -> list[str]:
-    """Return one device for each worker. Raise ConfigError if there is no worker or a name is not a device."""
+    """Return one device for each worker. Raise ConfigError if `workers` is below 1 or a device name is invalid."""
     require_type("workers", workers, (int, type(None)), "a number of workers, or None")
     require_texts("devices", [devices] if isinstance(devices, str) else devices, '"all", "cpu" or a list of names')
     if workers is not None and workers < 1:
@@ -271,10 +268,8 @@ def devices_of(devices: str | Sequence[str], workers: int | None, gpus: Callable
     if named == ["all"]:
         named = gpus() or ["cpu"]
     if wrong := [name for name in named if not _DEVICE.fullmatch(name)]:
-        raise ConfigError(
-            f"no such device: {', '.join(wrong)}", hint="use devices=all, devices=cpu or devices=cuda:0,cuda:1"
-        )
-    # Run one worker for each core, each with one thread. More torch threads would compete with other workers.
+        raise ConfigError(f"no such device: {', '.join(wrong)}", hint="use devices=all, cpu or cuda:0,cuda:1")
+    # Run one worker for each core, with one torch thread. More threads would compete with the other workers.
     if named == ["cpu"] and workers is None:
         workers = len(os.sched_getaffinity(0))
     return [named[i % len(named)] for i in range(workers or len(named))]
@@ -287,7 +282,7 @@ _SPAWN_S = 60.0
 class RayLauncher:
     """Starts workers as Ray actors, with one GPU for a worker on `cuda` and one core for each other worker.
 
-    If there is no space for an actor (a node was lost, for example), the actor starts when there is.
+    If the cluster has no free resources for an actor, for example because a node was lost, the actor starts later.
 
     Args:
         address: address of the cluster, as for `ray.init`. Ignored if this process is already connected to a cluster.
@@ -303,7 +298,7 @@ class RayLauncher:
         except ImportError as error:
             raise MissingExtra("Ray workers require the package ray", hint=install_hint("ray")) from error
         self._ray: Any = ray
-        # Keep the connection of a program that uses Ray itself. Close only a connection that was made here.
+        # If the program is already connected to Ray, use that connection and never close it.
         self._connected = not ray.is_initialized()
         if self._connected:
             try:
@@ -315,15 +310,15 @@ class RayLauncher:
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Launcher.spawn`."""
-        # Ray must not restart actors. The coordinator replaces lost workers itself, under new names, and counts them.
+        # Ray must not restart actors, because the coordinator replaces lost workers under new names and counts them.
         on_gpu = device.startswith("cuda")
         kind = self._ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=1 if on_gpu else 0, max_restarts=0)(_Actor)
         actor = kind.remote()
-        # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so inside the actor that GPU is always the first.
+        # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so this GPU is always device 0 inside the actor.
         self._actors[worker] = actor, actor.work.remote(address, worker, "cuda:0" if on_gpu else device, secret)
 
     def ended(self, worker: str) -> str | None:
-        """See `Launcher.ended`. Until the call returns, the actor may still be on its way to a node."""
+        """See `Launcher.ended`. Before the actor's call returns, the actor may still be waiting for a node."""
         _, call = self._actors[worker]
         done, _ = self._ray.wait([call], timeout=0)
         return "its actor or its node has ended" if done else None
@@ -350,25 +345,25 @@ class _Actor:
         from penstock_convert.workers.process import ALONE, connect, serve
 
         where = torch.device(device)
-        # Ray assigned one core, but torch would use all cores of the host.
+        # Ray assigned one core, but by default torch would use all cores of the host.
         if where.type == "cpu":
             torch.set_num_threads(1)
         try:
             serve(connect(address, timeout_s=_SPAWN_S), worker, secret, where)
         except PeerLost:
-            # Exit, because the coordinator, which would otherwise stop this process, is gone.
+            # Exit here, because the coordinator is gone and cannot stop this process.
             os._exit(ALONE)
 
 
 def work() -> int:
-    """Run a prewarmed worker when its arguments arrive on stdin. Return 0 if they never arrive."""
-    # Start the driver in a separate thread. Its C call releases the GIL, so modules are imported at the same time.
+    """Run a prewarmed worker after its arguments have arrived on stdin. Return 0 if stdin is closed before that."""
+    # Initialise the driver in a separate thread. Its C call releases the GIL, so this thread can import modules.
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-early") as driver_thread:
         waking = driver_thread.submit(_wake)
-        # Imports create objects that stay. Garbage collection among them would take a tenth of the time.
+        # Imports create many objects that are never freed. Garbage collections would take a tenth of the import time.
         gc.disable()
         for name in IMPORTS:
-            # If the worker needs the module, the import fails there again, with a message.
+            # If the worker needs this module, the worker imports it again and reports the error.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         gc.enable()

@@ -1,7 +1,7 @@
-"""The process of one worker. It connects to the coordinator, plans the same job, and runs the tasks it receives.
+"""The process of one worker. It connects to the coordinator, plans the same job, and runs the tasks that it receives.
 
-The main thread reads messages and sends beats. One thread posts tasks, which waits for memory. The executors' threads
-send `Began` and `TaskDone`. `worker` runs the tasks.
+The main thread reads messages and sends heartbeats. A second thread waits for memory and posts tasks. The executors'
+threads send `Began` and `TaskDone`. `worker` runs the tasks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ALONE = 3
 
 
 def connect(address: str, timeout_s: float) -> Wire:
-    """Connect to a coordinator at `unix:PATH` or `tcp:HOST:PORT`. Raise PeerLost if it cannot be reached."""
+    """Connect to a coordinator at `unix:PATH` or `tcp:HOST:PORT`. Raise PeerLost if no connection is possible."""
     kind, _, where = address.partition(":")
     try:
         if kind == "unix":
@@ -70,22 +70,22 @@ def connect(address: str, timeout_s: float) -> Wire:
             end_with_peer(connection, Settings.read().stall_s)
     except OSError as error:
         raise PeerLost(f"cannot reach the job's coordinator at {address}: {error.strerror or error}") from error
-    # Use no timeout from here on. A coordinator may be silent for hours, and its end closes the connection.
+    # Use no timeout from here on. A coordinator may send nothing for hours, and the connection is closed when it exits.
     connection.settimeout(None)
     return Wire(connection)
 
 
 def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
-    """Run tasks until a `Stop`, or until the coordinator is gone. Nothing is written after this has returned or raised.
+    """Run tasks until a `Stop` arrives or the coordinator is gone. No byte is written after this function has ended.
 
     The connection is closed after the last write, before memory is unpinned and freed.
 
     Raises:
-        PenstockError: the error that stopped the worker. It was sent to the coordinator.
+        PenstockError: the error that stopped the worker, after it was sent to the coordinator.
         PeerLost: the coordinator is gone.
     """
     trace = Trace(enabled=True)
-    # The stack is also left on an error. Running steps are drained before their memory is freed.
+    # On an error too, the stack waits for running steps before it frees their memory.
     with ExitStack() as stack:
         waking = stack.enter_context(Threads(1, "penstock-wake"))
         awake = waking.submit(_wake, device, trace)
@@ -98,7 +98,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             wire.send(failure_of(error))
             raise
         if job_spec is None:
-            # Do not wait for the device, because it is no longer required.
+            # Do not wait for the device, because no task will use it.
             waking.leave()
             return
         try:
@@ -107,15 +107,15 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             raise
         except PenstockError as error:
             if isinstance(error, OperationFailed) and error.__cause__ is not None:
-                # Print the traceback here, because only this process knows the line in the user's code.
+                # Print the traceback here, because it is not sent to the coordinator.
                 traceback.print_exception(error.__cause__)
-            # Send the error before running tasks are drained, because they may hang.
+            # Send the error before waiting for running tasks, because a task may hang.
             wire.send(failure_of(error))
             raise
 
 
 def _receive_job(wire: Wire) -> JobSpec | None:
-    """Wait for the job and return it, or None if it ended before this worker was ready.
+    """Wait for the job and return it, or return None if the job ended before this worker was ready.
 
     Raises:
         PlanError: the coordinator's messages have a different major version.
@@ -151,7 +151,7 @@ def _wake(device: torch.device, trace: Trace) -> torch.device:
         MissingExtra: Triton is not installed.
     """
     if device.type == "cuda":
-        # Use the driver's calls, which release the GIL, so that planning continues. Torch uses this context later.
+        # Call the driver directly, because its calls release the GIL for planning. Torch uses this context later.
         with trace.stage("context"), load_driver().entered(device.index or 0):
             pass
     resolved = resolve_device(device)
@@ -177,7 +177,7 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def began(task: int) -> None:
-        # An executor's thread cannot handle the error, but `_listen` gets it too.
+        # Ignore the error in an executor's thread, because `_listen` also raises it.
         with contextlib.suppress(PeerLost):
             wire.send(Began(task=task))
 
@@ -202,27 +202,27 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
             )
         )
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
-    # Post in a separate thread. Posting waits for memory, while beats and revoked tasks must be handled.
+    # Post tasks in a separate thread, because posting waits for memory and this thread must still handle messages.
     start_thread(poster)
     # None makes the thread exit.
     stack.callback(todo.put, None)
-    # Check the cache only once, before the first task. Reads find the bytes that other workers cache later.
+    # Check only once, before the first task, which tasks are in the cache. Reads still use bytes that are cached later.
     holds = cached_tasks(job, sources) if job_spec.reports_cached else []
     wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)
     worker.ticket.check()
-    # Send a beat before draining, which may hang. Then this beat is the last.
+    # Send a heartbeat before waiting for running tasks. If a task hangs, this heartbeat is the last.
     wire.send(_beat(worker))
     with trace.stage("end"):
         worker.end()
     wire.send(_beat(worker))
-    # Flush a user's output, because the coordinator may kill this process once the connection is closed.
+    # Flush the output of a user's function. The coordinator may kill this process after the connection is closed.
     sys.stdout.flush()
     wire.close()
 
 
 def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], ConversionJob]:
-    """Open the sources until the stack ends and plan the job. Raise PlanError if it is not the coordinator's job."""
+    """Open the sources and plan the job. Raise PlanError if the coordinator planned a different job."""
     settings = Settings.read(stall_s=job_spec.stall_s)
     options = job_spec.storage_options or None
     sources = [
@@ -237,7 +237,7 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Conv
         verify=job_spec.verify,
         operation_specs=job_spec.operation,
     )
-    # Check this before any task. A worker with a different plan would write correct bytes to the wrong places.
+    # Compare the plans before any task runs. With a different plan, a worker would write its bytes to wrong offsets.
     if job.key != job_spec.key:
         raise PlanError(
             "the worker and the coordinator planned different jobs: their sources, Penstock or operation code differ"
@@ -246,7 +246,7 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Conv
 
 
 def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
-    """Handle messages and send beats, until a `Stop` or until a task fails."""
+    """Handle messages and send heartbeats until a `Stop` arrives or a task fails."""
     beat_at = time.monotonic()
     # A failed task stops the ticket, and `_serve` then raises its error.
     while not worker.ticket.stopped:
@@ -267,7 +267,7 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
 
 
 def _beat(worker: Worker) -> WorkerBeat:
-    """Return the worker's progress and statistics, with the trace spans since the last beat."""
+    """Return a heartbeat with the worker's progress and statistics, and the trace spans since the last heartbeat."""
     fetched_bytes, asked_bytes = worker.bytes_read()
     return WorkerBeat(
         moved_bytes=worker.ticket.moved_bytes,
@@ -284,7 +284,7 @@ def _beat(worker: Worker) -> WorkerBeat:
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     """Post tasks until None arrives or the ticket fails.
 
-    This is a thread's root, so `guarded` passes errors to the ticket.
+    This function runs as a thread, so `guarded` passes its errors to the ticket.
     """
     while (task := todo.get()) is not None:
         if isinstance(guarded(worker.ticket, partial(worker.post, task)), RunFailed):
@@ -294,7 +294,7 @@ def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
 def work(address: str, worker: str, device: str, secret: str) -> int:
     """Run a worker in this process, and return the exit code."""
     where = torch.device(device)
-    # Use one torch thread, because there is one worker for each core.
+    # On the CPU, use one torch thread, because there is one worker for each core.
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
         serve(connect(address, timeout_s=30.0), worker, secret, where)

@@ -3,8 +3,8 @@
     fill:   read --> staging buffer --copy--> device          a piece at a time, in the calling thread
     drain:  device --copy--> staging buffer --> write
 
-Each piece takes the buffer that was released last. Therefore only about one buffer per thread is in use, and the
-buffers stay in the processor's cache. A byte then passes the host's memory once in each direction, and not three times.
+Each piece uses the most recently released buffer. Only about one buffer per thread is therefore in use, and the buffers
+stay in the CPU cache. Each byte then crosses the host's memory bus once in each direction instead of three times.
 Source: benchmarks/results/h200x2_202611/convert.md.
 """
 
@@ -25,18 +25,18 @@ _NAP_S = 1e-4
 
 
 class CopyDriver(Protocol):
-    """The calls of `cuda.driver.CudaDriver` that copies need."""
+    """The methods of `cuda.driver.CudaDriver` that `StagedCopies` uses."""
 
     def entered(self, device: int) -> AbstractContextManager[None]:
         """Make the device's context current in this thread."""
         ...
 
     def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Queue a copy of pinned host bytes."""
+        """Queue a copy from pinned host memory to device memory."""
         ...
 
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Queue a copy to pinned host bytes."""
+        """Queue a copy from device memory to pinned host memory."""
         ...
 
     def make_event(self) -> int:
@@ -44,11 +44,11 @@ class CopyDriver(Protocol):
         ...
 
     def record(self, event: int, stream: int) -> None:
-        """Record the event after the work that is queued on the stream."""
+        """Record the event behind all work that is queued on the stream."""
         ...
 
     def is_done(self, event: int) -> bool:
-        """Return whether the device has passed the event."""
+        """Return whether the device has finished all work before the event."""
         ...
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
@@ -57,14 +57,14 @@ class CopyDriver(Protocol):
 
 
 class StagedCopies:
-    """Copies to and from one device. Thread-safe.
+    """Copies between host functions and one device. Thread-safe.
 
     Args:
         pool: pinned buffers, which this object owns.
         driver: driver of the device.
         device: number of the device.
-        up, down: streams for copies to the device and from it.
-        stall_s: deadline of a copy in seconds. Waiting for a buffer may take twice as long.
+        up, down: streams for copies to the device and copies from the device.
+        stall_s: deadline of a copy in seconds. The deadline of a wait for a buffer is twice as long.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class StagedCopies:
 
         Args:
             address, nbytes: the device memory.
-            read: called for each piece.
-            step: size of a piece in bytes, at most a buffer.
+            read: function that is called for each piece and fills a staging buffer.
+            step: size of a piece in bytes, at most the size of a staging buffer.
 
         Raises:
-            DestinationError: a copy did not end in time, or the device reported an error.
+            DestinationError: a copy did not finish in time, or the device reported an error.
             SourceStalled: no buffer became free.
         """
         with self._driver.entered(self._device):
@@ -100,7 +100,7 @@ class StagedCopies:
                     self._copy(self._driver.copy_to_device, address + at, buffer.address, num, self._up, buffer)
 
     def drain(self, address: int, nbytes: int, write: Write) -> None:
-        """Pass the bytes of device memory to `write`, a buffer at a time. Errors are those of `fill`."""
+        """Pass the bytes of device memory to `write`, one buffer at a time. Raises the same errors as `fill`."""
         step = self.pool.buffer_bytes
         with self._driver.entered(self._device):
             for at in range(0, nbytes, step):
@@ -111,8 +111,8 @@ class StagedCopies:
 
     @contextmanager
     def _lent(self) -> Iterator[StagingBuffer]:
-        """Lend a buffer for a block. The buffer is not released if its copy did not complete."""
-        # Wait twice as long as for a copy, so that a hanging device is reported as a hanging copy.
+        """Lend a buffer to a `with` block. Do not release the buffer if its copy did not finish."""
+        # Wait twice as long as for a copy, so that the error of a hanging copy is raised first.
         buffer = self.pool.acquire(stall_s=2 * self._stall_s)
         try:
             yield buffer
@@ -139,7 +139,7 @@ class StagedCopies:
         while not self._driver.is_done(event):
             if time.monotonic() > deadline:
                 self._lost.append(buffer)
-                # No call can cancel a copy, so its memory must stay allocated until this process exits.
+                # A copy cannot be cancelled, so its memory must stay allocated until this process exits.
                 never_freed.append((self.pool,))
                 message = f"cuda:{self._device} did not finish a copy of {nbytes} bytes within {self._stall_s:g} s"
                 raise DestinationError(message, hint="check nvidia-smi and the kernel's log, and restart this process")

@@ -1,10 +1,10 @@
-"""Runs tasks of a job through three executors, several at a time, in bounded memory.
+"""Runs several tasks of a job at a time in bounded memory, with three executors: fetch, compute and send.
 
     post(task) --reserve--> fetch: ranges to the device --> compute: operation, digests --> send: pwrite at fixed places
                        `--> fetch: of a copy of local files, read, digest and pwrite of a few leaves at a time
 
-`engine.run` has the executors and the ticket, and `process` exchanges messages with the coordinator. No thread waits
-for the ticket here. The process's main thread handles messages and checks the ticket between them.
+`engine.run` implements the executors and the ticket, and `process` exchanges messages with the coordinator. Instead of
+waiting for the ticket, the process's main thread handles messages and checks the ticket between two messages.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ OnDone = Callable[[int, U64], None]
 
 
 class Worker(Run):
-    """The executors of one worker. As a context manager, it ends every thread and frees the memory on exit.
+    """The executors of one worker. A context manager that ends all threads and frees the memory on exit.
 
     Args:
         job: the planned job.
         sources: the opened sources, in the job's order.
         out: the opened output.
         device: device to compute on.
-        memory_bytes: limit for host memory. On the CPU it limits the tasks' memory, and on a device the staging
-            buffers.
+        memory_bytes: limit in bytes for host memory: the memory of tasks on the CPU, or the staging buffers for a
+            device.
         stall_s: seconds without progress after which the run fails.
         on_began, on_done: see `OnBegan` and `OnDone`.
         trace: receives the spans.
@@ -112,7 +112,7 @@ class Worker(Run):
         both = zip(sources, job.leaf_sizes, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(file.uri) for source in sources for file in source.sources)
-        # Remote reads are larger than a few leaves. On a device, copying by leaves was not measured.
+        # Remote reads are larger than a few leaves. For a device, copying a few leaves at a time was not measured.
         self.copies_by_leaves = device.type == "cpu" and not remote
         cores = len(os.sched_getaffinity(0))
         self._device = device
@@ -124,12 +124,12 @@ class Worker(Run):
         self._moving = threading.Lock()
         self._fetched_bytes = 0
         self._peak_part_bytes = 0
-        # This set needs no lock. One thread changes it, and a late look by others only costs a useless task.
+        # This set needs no lock. Only one thread changes it, and a thread that sees a change late runs a useless task.
         self._revoked: set[int] = set()
 
     def __enter__(self) -> Self:
         device = self._device
-        # Set CUDA's current device in each thread, because it is a per-thread setting.
+        # Set CUDA's current device in each thread, because the setting applies to a single thread.
         on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
         self.backend = self._open_backend()
         self.buffers = self.backend.buffers
@@ -144,7 +144,7 @@ class Worker(Run):
         # Import this only for a device, because it requires Triton.
         from penstock_convert.workers.cuda_compute import CudaCompute
 
-        # A leaf is compared in one piece. No leaf is larger than its tensor.
+        # A buffer must hold a whole leaf for the comparison with its digest. No leaf is larger than its tensor.
         tables = [source.manifest.tensors for source in self._sources]
         leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.leaf_sizes, tables, strict=True)]
         return CudaCompute.open(
@@ -158,7 +158,7 @@ class Worker(Run):
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak host memory in bytes of tasks and staging."""
+        """Return the peak host memory of tasks and staging buffers in bytes."""
         return self.backend.peak_bytes + self._peak_part_bytes
 
     def post(self, task: int) -> None:
@@ -169,13 +169,13 @@ class Worker(Run):
         if self.is_revoked(task):
             return
         task_run = _TaskRun(self, task, self._part_elements(task))
-        # Reserve the whole task's memory at once. Tasks that took memory step by step could wait for each other.
+        # Reserve the memory of the whole task at once. Tasks that reserve memory step by step could deadlock.
         self.buffers.reserve(task_run.memory_bytes, lambda: self.ticket.stopped)
         self.ticket.check()
         task_run.begin()
 
     def _part_elements(self, task: int) -> int:
-        """Return the part size of a task in elements. 0 means that the task runs at once.
+        """Return the part size of a task in elements, or 0 if the task does not run in parts.
 
         Raises:
             BudgetTooSmall: the smallest part does not fit next to the staging buffers.
@@ -183,7 +183,7 @@ class Worker(Run):
         num_part, staged_bytes = self.job.part_elements(task, self._memory_bytes), self.backend.staged_bytes
         if not num_part or not staged_bytes:
             return num_part
-        # Parts need host memory, on a device in addition to the staging buffers. Reservations there are device memory.
+        # On a device, parts need additional host memory, because the task's reservation is for device memory.
         num_part = self.job.part_elements(task, self._memory_bytes - staged_bytes)
         part_bytes = self.job.part_bytes(task, num_part)
         if (need := part_bytes + staged_bytes) > self._memory_bytes:
@@ -211,14 +211,14 @@ class Worker(Run):
     def moved(self, nbytes: int, *, is_fetched: bool = False) -> None:
         """Count bytes read or written.
 
-        `is_fetched` means that they were read from a source without a cache, which has its own count.
+        `is_fetched` means that they were read from a source without a cache, and are also counted separately.
         """
         with self._moving:
             self.ticket.moved_bytes += nbytes
             self._fetched_bytes += nbytes if is_fetched else 0
 
     def bytes_read(self) -> tuple[int, int]:
-        """Return the bytes read from the sources, and the bytes requested from the sources or a cache."""
+        """Return the bytes read from the sources, and the bytes requested from the sources or from a cache."""
         fetched_bytes, asked_bytes = bytes_read(self._sources)
         return self._fetched_bytes + fetched_bytes, self._fetched_bytes + asked_bytes
 
@@ -238,7 +238,7 @@ class Worker(Run):
             except IntegrityError:
                 if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
                     raise
-                # Possibly only the cached copy is corrupt, so read the source once more.
+                # Only the cached copy may be corrupt, so read the bytes once more from the source.
                 file.readv(at, [into])
                 checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
@@ -252,10 +252,10 @@ class Worker(Run):
 class _TaskRun:
     """A task that passes through the executors: read, compute, write.
 
-    Earlier tasks run first. The memory of an abandoned task is freed together with its worker.
+    Earlier tasks run first. The memory of an abandoned task is freed when its worker is closed.
 
     Args:
-        num_part: part size in elements, if one work item reads, computes and writes the whole task. Otherwise 0.
+        num_part: part size in elements if the task runs in parts, in a single work item. Otherwise 0.
     """
 
     def __init__(self, worker: Worker, task: int, num_part: int) -> None:
@@ -312,7 +312,7 @@ class _TaskRun:
     # -- copy
 
     def _copies(self) -> bool:
-        """Return whether every output equals its only input, so that it can be copied a few leaves at a time."""
+        """Return whether every output is a copy of a single input that can be copied a few leaves at a time."""
         job = self._worker.job
         if not self._worker.copies_by_leaves or not all(recipe.copies for recipe, _, _ in self._entries):
             return False
@@ -321,13 +321,13 @@ class _TaskRun:
             leaf_sizes, here = job.leaf_sizes[task_input.source], (where.start, where.stop)
             if task_input.byte_range(start, stop) != here:
                 return False
-            # Reads are whole leaves of the output. They must also be whole leaves of the source if those are verified.
+            # Reads cover whole leaves of the output. They must be whole leaves of the source too if it is verified.
             if leaf_sizes and (leaf_sizes != job.leaf_bytes or task_input.leaf_range(start, stop, leaf_sizes) != here):
                 return False
         return True
 
     def _copy(self) -> None:
-        """Read, digest and write a few leaves at a time, so that they stay in the processor's cache."""
+        """Read, digest and write a few leaves at a time, so that the bytes stay in the CPU cache."""
         worker, leaf_bytes = self._worker, self._worker.job.leaf_bytes
         worker.began(self._task)
         table, room = worker.job.files.table, memoryview(bytearray(self.memory_bytes))
@@ -358,7 +358,7 @@ class _TaskRun:
     def _post_reads(self) -> None:
         """Post the reads of all inputs into one buffer.
 
-        Reads extend to whole leaves, and the requested bytes are aligned.
+        Reads are extended to whole leaves, and the requested bytes are aligned in the buffer.
         """
         worker = self._worker
         task_inputs = [
@@ -372,7 +372,7 @@ class _TaskRun:
         wanted: list[tuple[int, int]] = []
         for (task_input, start, stop), (low, high) in zip(task_inputs, ranges, strict=True):
             first, last = task_input.byte_range(start, stop)
-            # Put the padding in front of the leaf, so that the requested bytes are aligned, as a tensor requires.
+            # Put padding before the leaf, so that the requested bytes are aligned as a tensor requires.
             at = -(-(first - low) // ALIGN_BYTES) * ALIGN_BYTES
             wanted.append((at, at + last - first))
             sizes.append(at + high - first)
@@ -382,7 +382,7 @@ class _TaskRun:
         reads: list[Item] = []
         for (task_input, _, _), (low, high), raw in zip(task_inputs, ranges, parts, strict=True):
             there, leaf_bytes = raw[len(raw) - (high - low) :], leaf_sizes[task_input.source] or 1
-            # Read whole leaves, because a leaf can only be verified when all its bytes are there.
+            # Read whole leaves, because only a complete leaf can be verified.
             step = max(worker.read_bytes // leaf_bytes, 1) * leaf_bytes
             for at in range(0, len(there), step):
                 into = there[at : at + step]
@@ -390,7 +390,7 @@ class _TaskRun:
                 fill = partial(worker.backend.fill, into, read, leaf_bytes)
                 reads.append(self._item("read", len(into), fill, self._arrived))
         self._num_reads_left = len(reads)
-        # If all inputs are empty, no read can post the next item.
+        # If all inputs are empty, there is no read that could post the next item.
         if reads:
             worker.fetch.post(*reads)
         else:
@@ -398,7 +398,7 @@ class _TaskRun:
 
     def _read(self, source: int, name: str, offset: int, at: int, into: memoryview) -> None:
         """Implement `Read`. `at` is relative to `offset` in the tensor."""
-        # Check here and in `_write_piece`, because an item with many pieces must stop soon after an error elsewhere.
+        # Check the ticket here and in `_write_piece`, so that an item with many pieces stops soon after another error.
         self._worker.ticket.check()
         self._worker.read(source, name, offset + at, into)
 
@@ -428,10 +428,10 @@ class _TaskRun:
             return self._run_entries()
 
     def _run_entries(self) -> list[torch.Tensor]:
-        """Run the operation on every entry, and return the task's outputs.
+        """Run the operation on every entry of the task, and return the outputs.
 
         Raises:
-            OperationFailed: a user's function raised, or returned tensors that differ from its recipe.
+            OperationFailed: the operation raised an error, or returned tensors that do not match its recipe.
         """
         left, results = iter(self._inputs), []
         for recipe, start, stop in self._entries:
@@ -461,32 +461,23 @@ class _TaskRun:
         return results
 
     def _checked(self, output: TaskOutput, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor.
-
-        Raise OperationFailed unless it has the recipe's dtype, shape and device for these rows.
-        """
-        # Check this, because a user's function may return anything, and its bytes go to a place of fixed size.
+        """Return the tensor. Raise OperationFailed unless it has the recipe's dtype and shape on the right device."""
+        # A user's function may return any object, but its bytes are written to a fixed range of the output.
         spec, (first, last) = output.spec, output.rows(start, stop)
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         wanted = f"{spec.dtype}, {list(shape)}"
         if not isinstance(tensor, torch.Tensor):
-            raise OperationFailed(
-                f"the operation returned {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name
-            )
+            raise OperationFailed(f"the output is {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
             actual = f"{tensor.dtype}, {list(tensor.shape)}"
-            raise OperationFailed(
-                f"the operation returned rows {start} to {stop} as {actual}, not {wanted}", tensor=spec.name
-            )
+            raise OperationFailed(f"output rows {start} to {stop} are {actual}, not {wanted}", tensor=spec.name)
         if tensor.device.type != self._worker.backend.device.type:
-            raise OperationFailed(
-                f"the operation returned a tensor on the wrong device: {tensor.device}", tensor=spec.name
-            )
+            raise OperationFailed(f"the output is on the wrong device: {tensor.device}", tensor=spec.name)
         return tensor
 
     @contextmanager
     def _operating(self) -> Iterator[None]:
-        """Run the operation in this context. Count its progress reports, and raise its errors as OperationFailed."""
+        """Run the operation in this context. Count progress reports, and raise every error as OperationFailed."""
         token = report_to.set(self._worker.report)
         try:
             yield
@@ -529,7 +520,7 @@ class _TaskRun:
         """Run a whole task whose tensors do not fit in memory.
 
         The inputs are read in parts, once for each pass of the operation, and the outputs are written part by part.
-        Nothing is read ahead, because the operation limits tasks of this size.
+        Nothing is read ahead, because the operation takes longer than the reads for tasks of this size.
         """
         worker = self._worker
         worker.began(self._task)
@@ -551,7 +542,7 @@ class _TaskRun:
         self, recipe: Recipe, scratch: dict[int, torch.Tensor], index: int, start: int, stop: int
     ) -> torch.Tensor:
         worker, recipe_input = self._worker, recipe.inputs[index]
-        # An operation in parts may run for minutes, so it must end at its next read after an error elsewhere.
+        # An operation in parts may run for minutes, so stop it at its next read after an error in another item.
         worker.ticket.check()
         width, leaf_bytes = recipe_input.spec.dtype.bits // 8, worker.job.leaf_sizes[recipe_input.source] or 1
         first, last = start * width, stop * width
@@ -563,13 +554,13 @@ class _TaskRun:
         for at in range(0, high - low, step):
             worker.read(recipe_input.source, recipe_input.spec.name, low + at, as_view(raw[at : at + step]))
         part = raw[first - low : last - low]
-        # A view with a different dtype must begin at a multiple of its width, but a leaf's edge need not.
+        # A view with a different dtype must begin at a multiple of its element size. A leaf may begin at any offset.
         part = part if (first - low) % width == 0 else part.clone()
         return as_tensor(part, recipe_input.spec.dtype, (stop - start,)).to(worker.backend.device)
 
     def _finish_at_once(self) -> None:
         self._end()
-        # The digests are None if the task was revoked midway. Do not report a task that was revoked later either.
+        # The digests are None if the task was revoked midway. A task that was revoked later is not reported either.
         if self._digests is not None and not self._worker.is_revoked(self._task):
             self._worker.ended(self._task, self._digests)
 
@@ -597,7 +588,7 @@ class _OutputInParts:
         self._worker.moved(view.nbytes)
         self._done += view.nbytes
         self._rest += view
-        # Parts may end anywhere, but a digest needs a complete piece, so keep the rest for the next part.
+        # A part may end anywhere, but a digest needs a complete piece. Keep the incomplete rest for the next part.
         at = 0
         for start, stop in self._pieces[self._num_digested :]:
             if len(self._rest) - at < stop - start:
@@ -609,9 +600,7 @@ class _OutputInParts:
         del self._rest[:at]
 
     def end(self, tensor: str) -> U64:
-        """Return the digests. Raise OperationFailed if the parts do not add up to the output's size."""
+        """Return the digests. Raise OperationFailed if the total size of the parts is not the output's size."""
         if self._done != self._nbytes:
-            raise OperationFailed(
-                f"the operation returned {self._done} bytes in parts, not {self._nbytes}", tensor=tensor
-            )
+            raise OperationFailed(f"the output has {self._done} bytes, not {self._nbytes}", tensor=tensor)
         return self._digests

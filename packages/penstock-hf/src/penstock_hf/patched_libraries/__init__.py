@@ -1,8 +1,8 @@
 """`patched_libraries()`: a context in which Hugging Face libraries read weights through Penstock.
 
-transformers, diffusers, accelerate, PEFT and sentence-transformers find files with huggingface_hub and read them with
-safetensors. The context patches both libraries. Weight files that are missing from the cache are streamed instead of
-downloaded.
+transformers, diffusers, accelerate, PEFT and sentence-transformers locate files with huggingface_hub and read them with
+safetensors. The context patches huggingface_hub and safetensors. Weight files that are missing from the cache are
+streamed instead of downloaded.
 """
 
 from penstock.spi import require_package

@@ -1,4 +1,4 @@
-"""The context `patched_libraries()`: what it replaces and for which threads, its errors, and its report."""
+"""The context `patched_libraries()`: which functions it replaces, for which threads, and its errors and report."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class FileRead:
 
     Attributes:
         name: path of the file, or its URI with the commit.
-        path: `streamed` for a file from a hub without a copy on disk, or `local` for a file in the hub's cache or
-        another directory. nbytes: size of the file in bytes.
-        is_verified: whether its content was compared with the hub's digest before any tensor was returned.
+        path: `streamed` for a file on a hub without a copy on disk, or `local` for a file on disk.
+        nbytes: size of the file in bytes.
+        is_verified: whether the content was compared with the hub's digest before any tensor was returned.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FileRead:
 
 @dataclass(slots=True)
 class PatchedLibrariesReport(Summarised):
-    """The files that a context of `patched_libraries()` has read. It is filled while the context is active."""
+    """A report of the files that a `patched_libraries()` context has read. It is filled while the context is active."""
 
     files: list[FileRead] = field(default_factory=list)
     shared: list[SharedReadReport] = field(default_factory=list)
@@ -103,41 +103,41 @@ def patched_libraries(
             file then stays in host memory until its tensors are read.
         memory_bytes: limit in bytes of the host memory for data that is read ahead. None means `PENSTOCK_MEMORY_BYTES`.
         storage_options: `token` and `endpoint` for reading weights from the hub. They override the environment.
-        group: a torch.distributed group. All its ranks enter the context and do the same loads. Each rank reads a share
-            of the weights from storage, and the ranks exchange the shares. `verify` then compares the bytes with the
-            digests in a manifest next to the weights, and fails without a manifest.
+        group: a torch.distributed group. All ranks of the group must enter the context and load the same models. Each
+            rank reads a share of the weights from storage, and the ranks exchange the shares. `verify` then compares
+            the bytes with the digests in a manifest next to the weights, and fails without a manifest.
 
     Yields:
         The report of the files that were read.
 
     Raises:
         MissingExtra: huggingface_hub or safetensors is not installed.
-        PenstockError: an error from Penstock left the context. It is also an instance of the class that the library
-            raised. A library may handle it inside the context, like its own errors.
-        PeerLost: another rank of the group failed in the context, or does not respond. If one rank raises, all do.
+        PenstockError: reading failed, and the library did not handle the error. The error is also an instance of the
+            built-in class that the library raised.
+        PeerLost: another rank of the group failed in the context, or does not respond. All ranks then raise.
 
-    The context applies to the calling thread, and to threads without a context, because libraries read in threads of
-    their own. If several contexts are active, threads without a context use the newest. Of nested contexts, the
-    innermost applies.
+    The context applies to the calling thread. It also applies to threads that have no context, because libraries start
+    threads to read files. If several contexts are active, such threads use the newest context. In nested contexts, the
+    innermost context applies.
 
     With a group, entering and leaving the context is collective. Ranks may request tensors in different orders, request
-    only slices, or request no tensors. Half of `memory_bytes` holds tensors until they are requested. If a tensor was
-    dropped to free memory, a rank that requests it reads it again alone (`read_again_bytes` in the report). A rank that
-    requests nothing for `stall_s` no longer delays the others.
+    only slices, or request no tensors. Half of `memory_bytes` is used for tensors that have not been requested yet. If
+    such a tensor is dropped to free memory, each rank that requests it later reads it again from storage
+    (`read_again_bytes` in the report). A rank that requests no tensor for `stall_s` no longer delays the other ranks.
     """
     settings = Settings.read(memory_bytes=memory_bytes)
     block = _PatchedBlock(settings, storage_options or {}, verify)
     _enter(block)
     token = _current.set(block)
     try:
-        # Call `share` after `_enter`, which may raise, because `share` starts work that stops only when the context
-        # ends.
+        # Call `share` after `_enter`, which may raise an error. `share` starts threads that stop only when the context
+        # exits.
         if group is not None:
             block.share(group)
         try:
             yield block.report
         except BaseException as error:
-            # Call this first, because the other ranks wait for this rank.
+            # Call `end` first, because the other ranks are waiting for this rank.
             block.end(error)
             block.abandon()
             raise
@@ -146,25 +146,25 @@ def patched_libraries(
         typed = _cause(error)
         if typed is None or isinstance(error, PenstockError):
             raise
-        # Raise a copy. The original is a cause of the library's error, and a chain of causes must not contain a cycle.
+        # Raise a copy, because the original is a cause of the library's error, and causes must not form a cycle.
         raise copy.copy(also(typed, *_own_class(error))) from error
     finally:
-        # An asynchronous generator may exit in a different contextvars context, which raises ValueError. The first
-        # contextvars context then still refers to this block, but `_block` ignores blocks that have ended.
+        # An asynchronous generator may exit in a different contextvars context, and `reset` then raises ValueError. The
+        # first contextvars context still refers to this block, but `_block` ignores a block that has ended.
         with suppress(ValueError):
             _current.reset(token)
         _leave(block)
 
 
 def directory(uri: str) -> str:
-    """Return a directory that a library can load from, for a prefix in an object store or a repository on a hub.
+    """Return a directory from which a library can load the model at a URI.
 
-    Small files are fetched now. Weights are streamed when a library opens them in the same context. The weights can be
-    read only inside the context, but the small files stay until the process exits.
+    Small files are downloaded immediately and stay until the process exits. Weights are streamed when a library opens
+    them, which works only inside the same context.
 
     Args:
-        uri: `s3://`, `gs://`, `az://`, `hf://`, `http(s)://` or another storage. A local path is returned unchanged. An
-            http(s) URL cannot be listed, so the index there must name the weights.
+        uri: a prefix in an object store, a repository on a hub, or an http(s) URL. A local path is returned unchanged.
+            An http(s) URL cannot be listed, so its index must name the weights.
 
     Raises:
         ConfigError: there is no active context of `patched_libraries()`.
@@ -186,13 +186,13 @@ class _PatchedBlock:
         self._memory_bytes = settings.memory_bytes
         self._started = time.perf_counter()
         self._opened: WeakSet[Any] = WeakSet()
-        # Guards the set of files. Libraries open files in several threads, and a set must not change during an
-        # iteration.
+        # The lock protects the set of files. Libraries open files in several threads, and a set must not change during
+        # an iteration.
         self._changing = threading.Lock()
         self.shared: SharedFiles | None = None
 
     def share(self, group: ProcessGroup) -> None:
-        """Start to read files together with the other ranks of a group. This imports torch."""
+        """Start reading files together with the other ranks of a group. This imports torch."""
         from penstock.spi import SharedFiles
 
         verify = self._verify or None
@@ -200,7 +200,7 @@ class _PatchedBlock:
         self.report.shared = self.shared.reports
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks of the group finish, and determine whether any rank failed."""
+        """Wait for the other ranks of the group, and raise an error if any rank failed."""
         if self.shared is not None:
             self.shared.end(error)
 
@@ -215,7 +215,7 @@ class _PatchedBlock:
     ) -> SharedFile:
         """Return a file that all ranks of the group read together.
 
-        `storage_options` belong to the URI. The other arguments are those of `safe_open` after the file's name.
+        `storage_options` apply to the URI. The other arguments are those of `safe_open` after the file name.
         """
         assert self.shared is not None
         file = self.shared.open(uri, storage_options, device="cpu" if device is None else device)
@@ -224,7 +224,7 @@ class _PatchedBlock:
         return file
 
     def open(self, pointer: Pointer, *arguments: Any, **options: Any) -> Any:
-        """Return a file on a hub, opened with the arguments of `safe_open` after the file's name."""
+        """Open the file that a pointer refers to, with the arguments of `safe_open` after the file name."""
         # This imports torch.
         from penstock_hf.patched_libraries.reading import StreamedFile, VerifiedFile
 
@@ -237,14 +237,14 @@ class _PatchedBlock:
         return file
 
     def abandon(self) -> None:
-        """Close the files that a failed load left open. Otherwise the error's traceback may keep them open."""
+        """Close the files that a failed load left open, because the error's traceback may otherwise keep them open."""
         with self._changing:
             opened = list(self._opened)
         for file in opened:
             file.abandon()
 
     def close(self) -> None:
-        """Remove the files that only this context uses."""
+        """Remove the pointer files that only this context uses."""
         self.report.seconds = time.perf_counter() - self._started
         self.files.close()
 
@@ -252,7 +252,7 @@ class _PatchedBlock:
 _current: ContextVar[_PatchedBlock | None] = ContextVar("penstock_accelerated", default=None)
 _lock = threading.Lock()
 _blocks: list[_PatchedBlock] = []
-# Restores the originals of the active contexts.
+# Restores the original functions when the last context exits.
 _undo = ExitStack()
 
 
@@ -281,10 +281,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _block() -> _PatchedBlock | None:
-    """Return the context that a call belongs to, or None."""
+    """Return the active context that applies to this thread, or None."""
     block = _current.get()
     blocks = _blocks[-1:]
-    # After a context has ended, threads and tasks may continue with copied contextvars that still refer to it.
+    # Threads and tasks may have copies of contextvars that still refer to a context that has ended.
     if block is not None and block in _blocks:
         return block
     return blocks[0] if blocks else None
@@ -296,9 +296,9 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
     if block is None or not isinstance(filename, str | os.PathLike):
         return None
     path = os.fspath(filename)
-    # Ranks do not exchange NumPy arrays, so each rank reads a file for NumPy alone.
+    # Ranks do not exchange NumPy arrays. If a program reads a file for NumPy, each rank reads the whole file itself.
     shared = block.shared is not None and _framework(*arguments, **options) in _TORCH
-    # A thread may open a pointer file that a different thread obtained, so search all contexts.
+    # Search all contexts, because a different thread may have obtained the path of the pointer file.
     for other in (block, *reversed(_blocks)):
         pointer = other.files.find(path)
         if pointer is not None:
@@ -313,7 +313,7 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _framework(framework: Any = "pt", *_: Any, **__: Any) -> Any:
-    """Return the framework from the arguments of `safe_open` after the file's name."""
+    """Return the framework from the arguments of `safe_open` after the file name."""
     return framework
 
 
@@ -339,7 +339,7 @@ def _replacements() -> dict[Any, Any]:
 def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement for a download function of huggingface_hub.
 
-    It has the same signature, because PEFT inspects it.
+    The replacement has the same signature, because PEFT inspects the signature.
     """
     names = list(inspect.signature(stock).parameters)
 
@@ -348,7 +348,7 @@ def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable
         block = _block()
         if block is None:
             return stock(*args, **kwargs)
-        # Pass arguments by name. Only the library's own wrapper knows some of them (`proxies`).
+        # Pass all arguments by name. Some arguments, such as `proxies`, are accepted only by the library's own wrapper.
         given = dict(zip(names, args, strict=False)) | kwargs
         return method(block.files, stock, given)
 
@@ -356,7 +356,7 @@ def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable
 
 
 def _cause(error: BaseException) -> PenstockError | None:
-    """Return the Penstock error that caused an error, or None."""
+    """Return the Penstock error among the causes of an error, or None."""
     from penstock.spi import typed_error_of_hub
 
     seen: BaseException | None = error
@@ -371,5 +371,5 @@ def _cause(error: BaseException) -> PenstockError | None:
 
 
 def _own_class(error: Exception) -> list[type[Exception]]:
-    """Return the class of an error in a list if a Penstock error can inherit from it, and otherwise an empty list."""
+    """Return a list with the class of an error if a Penstock error can inherit from it, and otherwise an empty list."""
     return [type(error)] if type(error) in {OSError, ValueError, RuntimeError, KeyError, TypeError} else []

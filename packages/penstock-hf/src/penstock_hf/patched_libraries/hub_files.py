@@ -1,10 +1,10 @@
-"""Replace huggingface_hub's downloads: a weight file that the cache lacks becomes a *pointer file*.
+"""Replace huggingface_hub's downloads: a *pointer file* stands in for a weight file that is missing from the cache.
 
 `hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` return paths as before. For a weight file
-(`*.safetensors`) that is missing from the local cache, the path is that of a small pointer file in a private directory
-(`views`), and `HubFiles.find` returns the pinned URI that it refers to. huggingface_hub itself downloads all other
-files to the cache. A reader that does not know pointer files fails, because their first eight bytes are not a valid
-header length.
+(`*.safetensors`) that is missing from the local cache, they return the path of a small pointer file in a private
+directory (`views`). `HubFiles.find` returns the URI with a commit that a pointer file refers to. huggingface_hub itself
+downloads all other files to the cache. Any other reader rejects a pointer file, because its first eight bytes are not a
+valid header length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ rejects."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ".safetensors"
-# Suffixes of other weight formats, which libraries do not use if there are safetensors files.
+# Suffixes of other weight formats. Libraries do not use these files if there are safetensors files.
 _NOT_SMALL = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
 # Names of a model's files other than its weights, for storage that cannot be listed.
 _CONFIGURATION = (
@@ -63,7 +63,7 @@ _CONFIGURATION = (
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A file on a hub or in an object store that a pointer file refers to."""
+    """The content of a pointer file: it refers to a file on a hub or in an object store."""
 
     uri: str
     """URI of the file. On a hub, it includes a commit."""
@@ -71,7 +71,7 @@ class Pointer:
 
 
 class HubFiles:
-    """The downloads in one context: pointers for weights, and their directories.
+    """The downloads of one context: pointer files for weights, and the directories that contain them.
 
     `storage_options` contains the token and the endpoint for reading weights. The arguments of a call override them.
     """
@@ -80,11 +80,10 @@ class HubFiles:
         self._settings = settings
         self._options = dict(storage_options)
         self._pointers: dict[str, Pointer] = {}
-        # Commits by cache directory, repository and revision, for calls that name a branch.
+        # Commits by cache directory, repository and revision. They resolve the branch that a later call names.
         self._commits: dict[tuple[str, str, str], str] = {}
         self._lock = threading.Lock()
-        # Paths of pointer files in views of commits. Those that `directory` writes are in a separate directory of this
-        # object.
+        # Paths of the pointer files in commit views. `directory` writes its pointer files to a separate directory.
         self._in_views: list[Path] = []
         self._root: Path | None = None
         self._pid = os.getpid()
@@ -106,21 +105,20 @@ class HubFiles:
             pointers, self._pointers = self._pointers, {}
             in_views, self._in_views = self._in_views, []
         views.remove(in_views)
-        # A forked child that leaves the context must not remove its parent's files.
+        # A forked child that exits the context must not remove the files of its parent.
         if os.getpid() == self._pid:
             for path in pointers.keys() - set(map(str, in_views)):
                 Path(path).unlink(missing_ok=True)
 
     def let_go(self) -> None:
-        """Replace the lock in a forked child, because a different thread of the parent may have held it."""
+        """Replace the lock in a forked child, because another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def directory(self, uri: str) -> str:
-        """Return a directory for the files at a URI. Small files are copied, and weight files are pointers.
+        """Return a directory with copies of the small files at a URI, and pointer files for the weight files.
 
         An http(s) URL cannot be listed. Its directory contains the weights that the index names, and configuration
-        files with the usual names. Raises NotFound, PermissionDenied or SourceUnavailable if the storage cannot be
-        read.
+        files with the usual names. Raise NotFound, PermissionDenied or SourceUnavailable if the storage cannot be read.
         """
         settings, options = self._settings, self._options
         if not is_remote(uri):
@@ -129,7 +127,7 @@ class HubFiles:
             return str(self._directory_of_urls(uri.rstrip("/")))
         root = pinned_uri(uri, settings=settings, storage_options=options).rstrip("/")
         uris = list_uris(f"{root}/**", settings=settings, storage_options=options)
-        # The name depends on the URI of the content, so that a second call finds the files.
+        # Derive the directory name from the pinned URI, so that a second call finds the files.
         place = self._make_root() / _short_name(root)
         for name in uris:
             path = _inside(place, name.removeprefix(f"{root}/"))
@@ -151,7 +149,7 @@ class HubFiles:
             raw = read_small(f"{root}/{name}", settings=settings, storage_options=options)
             if raw is not None:
                 (place / name).write_bytes(raw)
-        # Without a listing, use the file names that transformers looks for.
+        # The original file names are unknown, so use the file names that transformers searches for.
         names = ["model.safetensors"]
         if len(uris) > 1:
             names = [f"model-{at + 1:05}-of-{len(uris):05}.safetensors" for at in range(len(uris))]
@@ -172,7 +170,7 @@ class HubFiles:
         if not given.get("force_download") and repository.cached(path) is not None:
             return stock(**given)
         if path not in repository.files():
-            # Let the original function raise its error or handle the missing file.
+            # The repository has no such file. Let the original function raise its error.
             return stock(**given)
         return self._point(repository, path)
 
@@ -195,7 +193,7 @@ class HubFiles:
         if len(wanted) > len(weights):
             ignored = patterns["ignore_patterns"] or []
             ignored = [*([ignored] if isinstance(ignored, str) else ignored), *map(glob.escape, weights)]
-            # Use the same commit, even if a branch has moved.
+            # Download the small files from the same commit, even if the branch has moved meanwhile.
             stock(**given | {"ignore_patterns": ignored, "revision": repository.commit})
         directory = self._directory(repository)
         views.link(repository.snapshot(), directory)
@@ -218,7 +216,7 @@ class HubFiles:
             return path if path in self._pointers else found
 
     def _repository(self, given: Mapping[str, Any]) -> _Repository:
-        """Return the repository and the commit that a call's arguments name."""
+        """Return the repository and commit that the arguments of a call refer to."""
         from huggingface_hub import HfApi
 
         cache_dir, folder = _place(given)
@@ -237,7 +235,7 @@ class HubFiles:
         if commit is None and _COMMIT.fullmatch(revision):
             commit = str(revision)
         if commit is None and hasattr(HfApi, "resolve_revision"):
-            # As in a download, this also records the branch in the cache, for later use without a network.
+            # Like a download, this also records the branch's commit in the cache, for later use without a network.
             sent = options.get("token", token)
             api = HfApi(endpoint=options.get("endpoint"), token=False if sent == "" else sent)
             commit = api.resolve_revision(
@@ -266,7 +264,7 @@ class HubFiles:
     def _write_pointer(self, place: Path, pointer: Pointer) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            # Do not write the same pointer file again, because a different thread may be about to open it.
+            # Do not write the same pointer file again, because another thread may be about to open it.
             if self._pointers.get(str(place)) != pointer:
                 place.unlink(missing_ok=True)
                 place.write_bytes(_text_of(pointer))
@@ -276,7 +274,7 @@ class HubFiles:
         return self._directory_of(repository.cache_dir, repository.folder, repository.commit)
 
     def _make_root(self) -> Path:
-        """Return this object's directory for `directory`. It is created on first use."""
+        """Return the directory in which `directory` creates its results. It is created on first use."""
         with self._lock:
             if self._root is None:
                 self._root = make_directory()
@@ -284,7 +282,7 @@ class HubFiles:
 
     @staticmethod
     def _directory_of(cache_dir: str, folder: str, commit: str) -> Path:
-        # Use the layout of the cache, because libraries parse the commit from the path.
+        # Use the same layout as the cache, because libraries parse the commit from the path.
         return views.root / _short_name(cache_dir) / folder / "snapshots" / commit
 
 
@@ -292,7 +290,7 @@ _alive = release_after_fork(HubFiles.let_go)
 
 
 class _Repository:
-    """A commit of a repository, according to a call's arguments.
+    """The commit of a repository that the arguments of a call refer to.
 
     Attributes:
         uri: `hf://org/name@COMMIT`.
@@ -319,7 +317,7 @@ class _Repository:
         self._files: list[str] | None = None
 
     def files(self) -> list[str]:
-        """Return the names of all files. The first call makes one request."""
+        """Return the names of all files in the commit. Only the first call sends a request."""
         if self._files is None:
             with _library_errors():
                 uris = list_uris(f"{self.uri}/**", settings=self._settings, storage_options=self.options)
@@ -331,7 +329,7 @@ class _Repository:
         return Path(self.cache_dir, self.folder, "snapshots", self.commit)
 
     def cached(self, path: str) -> Path | None:
-        """Return the file in the cache, or None."""
+        """Return the path of a file in the cache, or None if the cache does not contain the file."""
         place = self.snapshot() / path
         return place if place.exists() else None
 
@@ -342,7 +340,7 @@ def _text_of(pointer: Pointer) -> bytes:
 
 
 def _may_stream(given: Mapping[str, Any]) -> bool:
-    """Return whether pointer files may satisfy a call, because the call may use the network and the cache."""
+    """Return whether a call may return pointer files, because its arguments allow the use of network and cache."""
     from huggingface_hub import constants
 
     is_online = not (given.get("local_files_only") or constants.HF_HUB_OFFLINE)
@@ -351,7 +349,7 @@ def _may_stream(given: Mapping[str, Any]) -> bool:
 
 
 def _place(given: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the cache directory for a call, and the name of its repository there."""
+    """Return the cache directory for a call, and the name of the repository's folder in it."""
     from huggingface_hub import constants
 
     cache_dir = Path(given.get("cache_dir") or constants.HF_HUB_CACHE).expanduser().resolve()
@@ -361,7 +359,7 @@ def _place(given: Mapping[str, Any]) -> tuple[str, str]:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Raise huggingface_hub's own error if it caused Penstock's, because libraries handle that error."""
+    """If an error of huggingface_hub caused a Penstock error, raise the original, because libraries handle it."""
     try:
         yield
     except PenstockError as error:
@@ -372,12 +370,12 @@ def _library_errors() -> Iterator[None]:
 
 
 def _short_name(text: str) -> str:
-    """Return a short name for a path or a URI, because these may be too long for a file name."""
+    """Return a short name for a path or a URI, because the whole text may be too long for a file name."""
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Return the path for a name in a directory. Raise FormatError if it is outside, because hubs are not trusted."""
+    """Return the path for a name in a directory. Raise FormatError if a malicious name would lead outside."""
     if not name or name.startswith("/") or ".." in name.split("/"):
         raise FormatError(f"the file name {name[:200]!r} is outside its directory")
     return directory / name

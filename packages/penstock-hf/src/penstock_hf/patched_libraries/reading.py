@@ -1,7 +1,7 @@
 """Read a hub's weight files through the interface of safetensors, in the order in which libraries request tensors.
 
-transformers first gets a slice object for every tensor in every file, and then reads the slices sorted by name, with 2
-before 10. When the first slice is read, the file announces this order to its reader, so that reads can run ahead.
+transformers first requests a slice object for every tensor, and then reads the slices in the natural order of their
+names (2 before 10). When the first slice is read, the file tells its reader this order, so that tensors are read ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 class StreamedFile(safe_open):
-    """A file on a hub whose tensors are read before they are requested. See `safe_open`."""
+    """A file on a hub, whose tensors are read ahead. See `safe_open`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -39,25 +39,24 @@ class StreamedFile(safe_open):
         return _AnnouncingSlice(inner, self)
 
     def abandon(self) -> None:
-        """Close the file even though slices from a failed load may exist, because a traceback may hold them."""
+        """Close the file even if its slices still exist, because the traceback of a failed load may reference them."""
         with deferred():
             if self._file is not None:
                 self._file.close()
             self._file = None
 
     def announce(self) -> None:
-        """Announce once which slices will be read, in transformers' order, so that they are read ahead."""
+        """Start reading ahead all requested slices in transformers' order. Only the first call has an effect."""
         with self._lock:
             names, self._asked = self._asked, None
-        # With tensor parallelism each rank reads only slices of most tensors, so reading whole tensors ahead is
-        # useless.
+        # With tensor parallelism, each rank needs only parts of most tensors, so do not read whole tensors ahead.
         if names is None or self._file is None or _is_one_of_many():
             return
         self.expect(sorted(names, key=in_natural_order))
 
 
 class _AnnouncingSlice(SafeSlice):
-    """A slice whose first read announces all slices of its file."""
+    """A slice object. Its first read starts reading ahead all requested slices of the file."""
 
     def __init__(self, inner: SafeSlice, owner: StreamedFile) -> None:
         self.__dict__.update(inner.__dict__)
@@ -71,7 +70,7 @@ class _AnnouncingSlice(SafeSlice):
 class VerifiedFile:
     """A file on a hub that is read completely and compared with its digest before any tensor is returned.
 
-    Tensors stay in memory until they are read or the file is closed, so this takes as much memory as the file's size.
+    Each tensor stays in memory until it is read or the file is closed, so the whole file needs memory at first.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class VerifiedFile:
             uri, framework, "cpu", backend=backend, storage_options=storage_options, memory_bytes=memory_bytes
         )
         self.nbytes = self._header.nbytes
-        # The reader of the header has already rejected all other frameworks.
+        # `StreamedFile` has already rejected any other framework.
         self._is_numpy = framework in {"np", "numpy"}
         self._tensors: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
@@ -120,17 +119,17 @@ class VerifiedFile:
         return self._header.metadata()
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor. Raise NotFound if the file lacks it or it was already read.
+        """Return a tensor. Raise NotFound if the file does not contain the tensor, or if it was already read.
 
-        Other errors are those of `penstock.load`.
+        The first call reads the file, and raises the same errors as `penstock.load`.
         """
         return self.get_part(name, ...)
 
     def get_part(self, name: str, index: Any) -> Any:
         """Return the slice of a tensor that `index` selects in torch. Raises the same errors as `get_tensor`.
 
-        A whole tensor is returned without a copy and no longer stored. A slice is a copy, because a program may read
-        several slices of a packed tensor.
+        A whole tensor is returned without a copy and then removed from memory here. A slice is a copy, because a
+        program may read several slices of the same tensor.
         """
         with self._lock:
             if self._tensors is None:
@@ -175,7 +174,7 @@ def _torch_device(device: Any) -> torch.device:
 
 
 def in_natural_order(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that orders numbers in names as numbers, before words."""
+    """Return a sort key that compares numbers in names by value, and sorts numbers before words."""
     parts = [part for piece in name.split(".") for part in _DIGITS.split(piece) if part]
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 

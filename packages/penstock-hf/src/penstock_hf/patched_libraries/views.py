@@ -1,7 +1,7 @@
-"""A process's directory with views of commits: symlinks to small files in the hub's cache, and pointer files.
+"""The commit views of a process: directories with pointer files and symlinks to small files in the hub's cache.
 
-All contexts of `patched_libraries()` share the directory, because its symlinks must outlive them. A tokenizer stores
-the paths of its files, and copies the files when it is saved.
+All contexts of `patched_libraries()` share these directories. The symlinks must outlive the contexts, because a
+tokenizer stores the paths of its files, and copies the files when it is saved.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 
 class ProcessViews:
-    """The views of one process. A forked child has separate views."""
+    """The commit views of one process. A forked child has separate views."""
 
     def __init__(self) -> None:
         self._root: Path | None = None
         self._lock = threading.Lock()
-        # Number of contexts that use a pointer file, by the file's path.
+        # Number of contexts that use each pointer file, by the file's path.
         self._num_blocks: dict[Path, int] = {}
 
     @property
     def root(self) -> Path:
-        """Return the directory. It is created on first use and removed when the process exits."""
+        """Return the directory for all views. It is created on first use and removed when the process exits."""
         with self._lock:
             return self._make_root()
 
@@ -37,7 +37,7 @@ class ProcessViews:
         return self._root is not None
 
     def link(self, source: Path, directory: Path) -> None:
-        """Create symlinks to all files in `source`, if it exists, in a directory of a view. Existing symlinks stay."""
+        """Create symlinks in `directory` to all files in `source`, if `source` exists. Existing symlinks stay."""
         with self._lock:
             directory.mkdir(parents=True, exist_ok=True)
             for path in source.rglob("*") if source.is_dir() else ():
@@ -54,7 +54,7 @@ class ProcessViews:
         """
         with self._lock:
             self._num_blocks[place] = self._num_blocks.get(place, 0) + 1
-            # Write the file only once, because a different thread may be about to open it.
+            # Write the file only once, because another thread may be about to open it.
             if self._num_blocks[place] == 1:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.unlink(missing_ok=True)
@@ -73,7 +73,7 @@ class ProcessViews:
                     self._prune(place.parent)
 
     def forget(self) -> None:
-        """In a forked child, leave the files to the parent, and replace the lock that another thread may hold."""
+        """In a forked child, leave the files to the parent and replace the lock, which another thread may have held."""
         self._root, self._lock, self._num_blocks = None, threading.Lock(), {}
 
     def _prune(self, directory: Path) -> None:

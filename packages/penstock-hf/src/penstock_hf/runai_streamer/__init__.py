@@ -50,8 +50,8 @@ _MODULES = {
 def install() -> None:
     """Let `import runai_model_streamer` find this package in this process. Call this before the engine is imported.
 
-    A second call does nothing. Spawned processes must call it themselves. Raises ConfigError if the original
-    runai_model_streamer is already imported, because other modules may already refer to its objects.
+    A second call does nothing. Spawned processes must call `install` themselves. Raise ConfigError if the original
+    runai_model_streamer is already imported, because other modules may refer to its objects.
     """
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:

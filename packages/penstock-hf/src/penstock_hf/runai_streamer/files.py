@@ -1,6 +1,6 @@
 """Read ranges of files and objects in parallel, and yield the ranges as they arrive: `FileStreamer` and `FileChunks`.
 
-Each result is `(file id, chunk index, uint8 tensor [1, nbytes])`, and the caller owns the tensor.
+Each result is `(file id, chunk index, uint8 tensor [1, nbytes])`. The caller owns the tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THREADS = 16
 
 
 class FileChunks:
-    """A file and the ranges to read, at any offsets and in any order. The caller chooses `id`."""
+    """A file and the ranges to read from it, at any offsets and in any order. The caller chooses `id`."""
 
     def __init__(self, id: int, path: str, offsets: list[int], sizes: list[int]) -> None:
         if len(offsets) != len(sizes):
@@ -65,9 +65,9 @@ class FileChunks:
 
 
 class FileStreamer:
-    """A parallel reader of ranges. A context manager.
+    """Reads ranges of files in parallel. A context manager.
 
-    Bytes that are read but not yet consumed are bounded by the memory limit, or by one range if that is larger.
+    The memory limit bounds the bytes that are read but not yet consumed. A single range may be larger than the limit.
     """
 
     def __init__(self) -> None:
@@ -101,10 +101,10 @@ class FileStreamer:
         memory_limit: int | None = None,
         owned: bool = True,
     ) -> None:
-        """Begin reading.
+        """Start reading the requested ranges.
 
         Args:
-            file_stream_requests: the ranges, in files or in objects of one kind of store.
+            file_stream_requests: the ranges to read, all from local files or all from the same kind of object store.
             credentials: credentials that override the environment.
             device: device of the yielded tensors.
             memory_limit: maximum number of bytes that are read but not yet consumed. A single range may be larger.
@@ -113,7 +113,7 @@ class FileStreamer:
 
         Raises:
             ValueError: this is called outside a `with` block, the previous stream was not read to its end, the paths
-                are in different stores, the device is unknown, or a file cannot be opened.
+                are in different kinds of storage, the device is unknown, or a file cannot be opened.
         """
         if self._pool is None:
             raise ValueError("Streamer not initialized")
@@ -149,7 +149,7 @@ class FileStreamer:
             self._submit()
 
     def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
+        """Yield every range as it arrives: `(FileChunks.id, index of the range, [1, nbytes] uint8 on the device)`.
 
         Raises:
             ValueError: this is called outside a `with` block, or a range cannot be read. The remaining ranges are
@@ -164,7 +164,7 @@ class FileStreamer:
                     id, index, nbytes = self._running.pop(future)
                     with raising_value_errors():
                         tensor = future.result()
-                    # Submit before the yield, so that the next reads run while the caller uses this range.
+                    # Start the next reads before the `yield`, so that they run while the caller uses this range.
                     self._submit()
                     yield id, index, tensor[:nbytes].to(self._device).view(1, -1)
                     if self._spare is not None:
@@ -181,7 +181,7 @@ class FileStreamer:
     ) -> list[tuple[str, int]]:
         """Return the objects under a prefix, or the files in a directory, with their sizes.
 
-        Can be called outside a `with` block.
+        This method also works outside a `with` block.
         """
         with raising_value_errors():
             settings = Settings.read()
@@ -202,7 +202,7 @@ class FileStreamer:
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
             source, id, index, offset, nbytes = self._left.popleft()
-            # Replace a buffer that is too small, so that there are never more buffers than running reads.
+            # Replace a buffer that is too small, so that the number of buffers never exceeds the number of reads.
             memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
             if memory.nbytes < nbytes:
                 memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -223,9 +223,9 @@ class FileStreamer:
 
 
 class DistributedStreamer:
-    """A `FileStreamer` whose `stream_files` accepts `is_distributed`, which has no effect on raw ranges."""
+    """A `FileStreamer` whose `stream_files` also accepts `is_distributed`. The argument has no effect."""
 
-    # Only `SafetensorsStreamer` divides the reads between ranks.
+    # Only `SafetensorsStreamer` divides reads between ranks.
 
     def __init__(self) -> None:
         self.file_streamer = FileStreamer()

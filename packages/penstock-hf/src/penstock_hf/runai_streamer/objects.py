@@ -24,7 +24,7 @@ _SCHEMES = ("s3://", "gs://", "az://")
 
 @dataclass(slots=True)
 class S3Credentials:
-    """Credentials for an S3 store. Fields that are None are read from AWS's usual environment variables and files."""
+    """Credentials for an S3 store. A field that is None is read from the usual AWS environment variables and files."""
 
     access_key_id: str | None = None
     secret_access_key: str | None = None
@@ -32,7 +32,7 @@ class S3Credentials:
     region_name: str | None = None
     endpoint: str | None = None
 
-    # Omit the keys, because programs log their arguments.
+    # Omit the secret keys, because programs may log this object.
     def __repr__(self) -> str:
         return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
 
@@ -43,7 +43,7 @@ def is_object(path: str) -> bool:
 
 
 def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, str] | None:
-    """Return the options of a path's store: Run:ai's environment variables, overridden by the credentials."""
+    """Return the storage options for a path: from Run:ai's environment variables, overridden by the credentials."""
     if not path.startswith("s3://"):
         return None
     options = dict(runai_settings().storage_options)
@@ -61,7 +61,7 @@ def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, s
 
 @contextlib.contextmanager
 def raising_value_errors() -> Iterator[None]:
-    """Make Penstock's errors ValueErrors too, because code for the Run:ai Model Streamer catches ValueError."""
+    """Raise Penstock errors as ValueErrors too, because programs for the Run:ai Model Streamer catch ValueError."""
     try:
         yield
     except PenstockError as error:
@@ -69,7 +69,7 @@ def raising_value_errors() -> Iterator[None]:
 
 
 def list_safetensors(path: str, s3_credentials: S3Credentials | None = None) -> list[str]:
-    """Return the `*.safetensors` files directly in a directory or under a prefix, possibly none."""
+    """Return the `*.safetensors` files directly in a directory or prefix. The list may be empty."""
     if not is_object(path):
         return glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
     with raising_value_errors():
@@ -104,7 +104,7 @@ def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence
 
 
 def _list(path: str, credentials: S3Credentials | None, *, recursive: bool) -> list[str]:
-    """Return the URIs of the objects under a prefix, possibly none."""
+    """Return the URIs of the objects under a prefix. The list may be empty."""
     prefix = path.rstrip("/")
     options = storage_options(path, credentials)
     try:
@@ -124,12 +124,11 @@ def pull_files(
 ) -> None:
     """Download every object under a prefix, at any depth, that matches `allow_pattern` and not `ignore_pattern`.
 
-    A file appears under its name when it is complete. Patterns are fnmatch patterns for the whole key.
+    A file appears under its name only when it is complete. Patterns are fnmatch patterns that must match the whole key.
 
     Raises:
         NotImplementedError: `model_path` is not in an object store, as in the original.
-        ValueError, which is also a PenstockError: the store failed, or a key points outside `dst`. Complete files
-            stay.
+        ValueError (also a PenstockError): the store failed, or a key leads outside `dst`. Complete files stay.
     """
     if not is_object(model_path):
         raise NotImplementedError("pull_files accepts only s3://, gs:// and az:// paths")
@@ -152,10 +151,10 @@ def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
 
 
 class ObjectStorageModel:
-    """A model's files, which the processes on one host download once into a shared directory. A context manager.
+    """A model's files, downloaded once into a directory that the processes on a host share. A context manager.
 
-    The first process downloads. The others wait for it and then find the files. After a failed download the next
-    process downloads again. The lock file is next to the directory `dir`, and a file inside marks the directory as
+    The first process downloads the files, and other processes wait for it. If the download fails, the next process
+    downloads again. The lock file is next to the directory `dir`, and a marker file inside shows that the directory is
     complete. `with` or `pull_files` acquires the lock. A `model_path` outside object stores raises ValueError.
     """
 
@@ -172,7 +171,7 @@ class ObjectStorageModel:
         self._is_whole = False
 
     def _acquire(self) -> None:
-        """On the first call, lock the directory, determine whether it is complete, and empty it if it is not."""
+        """On the first call, lock the directory and check whether it is complete. Empty an incomplete directory."""
         if self._lock is not None:
             return
         # The lock is held until `__exit__`. The kernel releases it even if the process is killed.
@@ -180,7 +179,7 @@ class ObjectStorageModel:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._mark.exists():
-                # Release the shared lock first. Otherwise two processes that hold it would wait for each other.
+                # Release the shared lock first. Otherwise two processes with shared locks would wait for each other.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self._is_whole = self._mark.exists()
@@ -195,7 +194,7 @@ class ObjectStorageModel:
         self._lock = lock
 
     def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
-        """Run `pull_files` with `dir` as the destination, unless another process has already done so."""
+        """Run `pull_files` with `dir` as the destination, unless another process has already downloaded the files."""
         self._acquire()
         if not self._is_whole:
             pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)

@@ -51,7 +51,7 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorMetadata:
-    """A tensor in a file, as the header describes it."""
+    """The description of a tensor in a file's header."""
 
     name: str
     shape: list[int]
@@ -67,14 +67,14 @@ class SafetensorMetadata:
         return math.prod(self.shape)
 
     def get_torch_dtype(self) -> torch.dtype:
-        """Return the torch dtype. Raise PlanError, which is also a ValueError, if torch has none."""
+        """Return the torch dtype. Raise PlanError (also a ValueError) if torch has no such dtype."""
         from penstock import DType
 
         with raising_value_errors():
             return torch_dtype(DType(self.dtype))
 
     def get_element_size(self) -> int:
-        """Return the number of bytes per element of `get_torch_dtype`."""
+        """Return the number of bytes per element of the tensor."""
         return self.get_torch_dtype().itemsize
 
 
@@ -87,7 +87,7 @@ class SafetensorsStreamer:
                 ...
 
     Attributes:
-        files_to_tensors_metadata: the tensors of each path, by the path's index, in the order of the file.
+        files_to_tensors_metadata: the tensors in each file in file order, by the index of the file's path.
         total_size: total size of these tensors in bytes.
         device_str: the requested device.
     """
@@ -143,15 +143,15 @@ class SafetensorsStreamer:
             s3_credentials: credentials that override the environment.
             device: device of the tensors.
             is_distributed: whether each rank reads only a share of the bytes, although every rank yields every tensor.
-                Requires that torch.distributed is initialised with a backend for the device. RUNAI_STREAMER_DIST works
-                as in the original, where "auto" means only with NCCL.
-            tensor_names: names of the tensors to yield. None means all.
+                torch.distributed must be initialised with a backend for the device. RUNAI_STREAMER_DIST has the same
+                meaning as in the original: "auto" divides reads only with NCCL.
+            tensor_names: names of the tensors to yield. None means all tensors.
             owned: if True, the caller owns each tensor. If False, a tensor on the CPU is valid until the next tensor is
                 yielded, because its memory is reused.
 
         Raises:
-            ValueError, which is also a PenstockError: a file is missing, malformed or truncated, or a name in
-                `tensor_names` is in no file or in two files.
+            ValueError (also a PenstockError): a file is missing, malformed or truncated, or a name in `tensor_names` is
+                in no file or in two files.
         """
         if isinstance(tensor_names, str):
             raise ValueError("tensor_names must be a collection of names, not a str")
@@ -166,7 +166,7 @@ class SafetensorsStreamer:
             options = storage_options(paths[0], s3_credentials) if paths else None
             limits = runai_settings()
             memory_bytes = limits.memory_bytes
-            # The original also rejects a limit that is too small for its buffers.
+            # Raise a limit that is too small for Penstock's buffers to the minimum.
             if memory_bytes is not None:
                 memory_bytes = max(memory_bytes, 4 * MIN_CHUNK_BYTES)
             self._settings = Settings.read(
@@ -191,16 +191,15 @@ class SafetensorsStreamer:
             device=place, names=names, progress=False, settings=ReadSettings(storage_options=options)
         )
         self._group = _group(limits.distributed, place) if is_distributed else None
-        # Names in a weight set are unique. If files share a tensor's name, stream them one after another, as in the
-        # original.
+        # Names in a weight set are unique. If two files contain the same tensor name, stream the files one after
+        # another.
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
     def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every requested tensor as it arrives. The caller owns it unless `owned` was False.
+        """Yield every requested tensor as it arrives. The caller owns the tensor unless `owned` was False.
 
         Raises:
-            ValueError, which is also a PenstockError: this is called outside a `with` block, or the bytes cannot
-                be read.
+            ValueError (also a PenstockError): this is called outside a `with` block, or the bytes cannot be read.
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
@@ -212,7 +211,7 @@ class SafetensorsStreamer:
                 self._stream = open_stream(part, self._options, self._group, opens)
             try:
                 while True:
-                    # Convert only errors from `next`. An error that the caller raises at the `yield` stays unchanged.
+                    # Convert only errors from `next`. An error that the caller raises at the `yield` is not converted.
                     with raising_value_errors():
                         pair = next(self._stream, None)
                     if pair is None:
@@ -228,9 +227,9 @@ class SafetensorsStreamer:
 
 
 class _SharedMemory:
-    """Memory into which the tensors are copied, one after another.
+    """Memory that holds a copy of one tensor at a time.
 
-    The memory is reused for each tensor, so code that stores a lent tensor fails in every run instead of only
+    The memory is reused for each tensor, so a program that wrongly keeps a tensor fails in every run instead of
     sometimes.
     """
 
@@ -238,7 +237,7 @@ class _SharedMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy that is valid until the next call."""
+        """Return a copy of a tensor that is valid until the next call."""
         if tensor.nbytes > self._memory.nbytes:
             self._memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
         lent = self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -246,7 +245,7 @@ class _SharedMemory:
 
 
 def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
-    """Read a file's header. On failure, prefix the error's message with the original's wording."""
+    """Read a file's header. If this fails, put the original library's message in front of the error message."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(timed_source(source, path, settings))
@@ -272,7 +271,7 @@ _WORDS = (
 
 
 def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
-    """Prefix an error's message with the original's wording."""
+    """Put the original library's message in front of an error message."""
     words = None
     if isinstance(error, SourceTruncated) and error.byte_range is not None:
         words = _length_fault(error.byte_range[1], error.byte_range[0])
@@ -292,7 +291,7 @@ def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
 
 
 def _length_fault(expected: int, actual: int) -> str | None:
-    """Return the original's message for a file that is shorter or longer than its header declares, or None."""
+    """Return the original library's message for a file with a wrong length, or None if the length is right."""
     if actual < expected:
         return f"truncated: header declares {expected} total bytes but the file is only {actual} bytes"
     if actual > expected:
@@ -301,16 +300,16 @@ def _length_fault(expected: int, actual: int) -> str | None:
 
 
 def _get_actual_file_size(path: str) -> int | None:
-    """Return the size of a local file in bytes. Return None for an object, because its size is not requested again."""
+    """Return the size of a local file in bytes, or None for an object, whose size would cost a request."""
     return None if is_object(path) else os.path.getsize(path)
 
 
 def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes: int | None) -> None:
-    """Raise FormatError, which is also a ValueError, if the length differs from the header's.
+    """Raise FormatError (also a ValueError) if a file has a different length than its header declares.
 
-    A length of None is not checked.
+    An `actual_bytes` of None is not checked.
     """
-    # Tests and tools of the original call this function. `read_header` makes the same check for every file.
+    # The original's tests and tools call this function. In Penstock, `read_header` makes the same check for every file.
     fault = None if actual_bytes is None else _length_fault(expected_total_bytes, actual_bytes)
     if fault is not None:
         with raising_value_errors():
@@ -318,7 +317,7 @@ def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes
 
 
 def _metadata(header: Header, wanted: Collection[str] | None) -> list[SafetensorMetadata]:
-    """Return the tensors in a header, limited to the wanted names if there are any."""
+    """Return the tensors in a header. If `wanted` is not None, return only the tensors with these names."""
     table = header.tensors
     starts = (table.offset - header.data_offset).tolist()
     return [
@@ -331,7 +330,7 @@ def _metadata(header: Header, wanted: Collection[str] | None) -> list[Safetensor
 
 
 def _group(distributed: str, device: torch.device) -> Any:
-    """Return the process group whose ranks divide the reads, or None if each rank reads all bytes."""
+    """Return the process group whose ranks divide the reads, or None if every rank reads all bytes."""
     import torch.distributed as dist
 
     if distributed == "off" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -14,7 +14,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunaiSettings:
-    """Settings from environment variables. None means that a variable is unset."""
+    """Settings from environment variables. None means that the variable is not set."""
 
     fetch_threads: int | None
     chunk_bytes: int | None
@@ -26,10 +26,10 @@ class RunaiSettings:
 
 
 def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
-    """Read the variables `RUNAI_STREAMER_*`. An invalid value raises ConfigError.
+    """Read the environment variables `RUNAI_STREAMER_*`. Raise ConfigError if a value is invalid.
 
-    The values -1 (no limit) and 0 (the largest tensor) of `RUNAI_STREAMER_MEMORY_LIMIT` have no effect, because
-    Penstock's staging memory is always limited.
+    For `RUNAI_STREAMER_MEMORY_LIMIT`, the values -1 (no limit) and 0 (size of the largest tensor) have no effect,
+    because Penstock always limits its staging memory.
     """
     environ = environment_with_prefix("RUNAI_STREAMER_") if environ is None else environ
 
@@ -46,9 +46,7 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
     def flag(name: str) -> bool | None:
         text = environ.get(name, "")
         if text and text.lower() not in _FLAGS:
-            raise ConfigError(
-                f"environment variable {name}={text!r} is neither on nor off", hint="set the variable to 1 or 0"
-            )
+            raise ConfigError(f"environment variable {name}={text!r} is neither on nor off", hint="use 1 or 0")
         return _FLAGS[text.lower()] if text else None
 
     limit = number("RUNAI_STREAMER_MEMORY_LIMIT", -1) or -1

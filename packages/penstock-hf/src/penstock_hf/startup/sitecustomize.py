@@ -2,7 +2,7 @@
 
 Python runs this file when it starts, because the file's directory is on PYTHONPATH. The file adds a hook for `import
 safetensors`, and then runs the program's own `sitecustomize`. It imports only modules that Python has already loaded.
-Python does not run it with `-S`, `-I` or `-E`.
+Python does not run this file if it is started with `-S`, `-I` or `-E`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ class _Loader:
 
 
 class _Finder:
-    """A finder that finds safetensors through the other finders, until it is imported."""
+    """A finder that locates safetensors through the other finders. It is removed after safetensors was imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "safetensors":
             return None
-        # Stay installed after a search. A program may search for safetensors many times, or install it, before
-        # importing it.
+        # Keep this finder after a search, because a program may search for safetensors many times before it imports it.
         for finder in sys.meta_path:
-            # Skip finders that only implement the protocol from before Python 3.4, as Python itself does.
+            # Skip finders without `find_spec`, as Python itself does.
             find_spec = None if finder is cls else getattr(finder, "find_spec", None)
             spec = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:
@@ -65,7 +64,7 @@ def _begin() -> None:
         install_in_program()
     except Exception as error:  # noqa: BLE001 - the program's own `import safetensors` would raise it
         if isinstance(error, ImportError):
-            # The program often runs a different interpreter than `penstock run`.
+            # The program may run a different interpreter than `penstock run`.
             why = f"cannot import penstock ({error})"
             hint = "Install penstock in the program's own environment."
         else:
@@ -79,8 +78,8 @@ def _begin() -> None:
 
 
 def _run_next() -> None:
-    """Run the program's own `sitecustomize`, which this file hides, as if this file did not exist."""
-    # Remove this file's directory from the list. Child processes still find the directory through PYTHONPATH.
+    """Run the program's own `sitecustomize`, because this file has the same name and hides it."""
+    # Remove this file's directory from `sys.path`. Child processes still find the directory through PYTHONPATH.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
