@@ -200,7 +200,7 @@ class _PatchedBlock:
         self.report.shared = self.shared.reports
 
     def end(self, error: BaseException | None = None) -> None:
-        """Wait for the other ranks of the group, and raise an error if any rank failed."""
+        """Wait until all ranks of the group agree that no rank failed, or report `error` to the other ranks."""
         if self.shared is not None:
             self.shared.end(error)
 
