@@ -485,7 +485,7 @@ def sidecar_files(job: ConversionJob, manifest: Manifest, small: Mapping[str, Co
 
     A result with several weight sets has small files and a manifest in the directory of each set. If all sets are in
     one directory, each weight file has a separate manifest, and the directory contains the small files once. The root
-    also contains a manifest of all sets. This manifest shows that the result is complete.
+    also contains a manifest of all sets. The manifest of all sets shows that the result is complete.
     """
     in_each_set = dict(small)
     if isinstance(job.operation, Attested):
@@ -548,7 +548,7 @@ class MemoryDestination(Protocol):
         Args:
             key: key of the job, which is the same for the same sources and operations.
             nbytes: size of the file in bytes.
-            fill: writes the file and returns its manifest. It must be called once, with a path to write to.
+            fill: writes the file at a path and returns its manifest. `take` must call `fill` exactly once.
 
         Raises:
             BudgetTooSmall: there is not enough memory.

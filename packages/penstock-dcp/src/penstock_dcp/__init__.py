@@ -3,8 +3,8 @@
 dcp.load(state, storage_reader=CheckpointReader("s3://bucket/model"))
 dcp.save(state, storage_writer=CheckpointWriter("checkpoints/step-1000"))
 
-- `reader` reads a `checkpoint` in safetensors or in DCP's own format (`distcp`). It splits a load into `parts`, and
-  `local_files` copies the parts of local files.
+- `reader` reads a `checkpoint` in safetensors or in DCP's own format (`distcp`). `reader` splits a load into `parts`,
+  and `local_files` copies the parts of local files.
 - `pickled` decodes pickles without executing them.
 - `writer` writes whole tensors (`stored`), with `staging` for asynchronous saves.
 """

@@ -83,7 +83,7 @@ class Checkpoint(Protocol):
     uri: str
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """Locate the bytes of these items. This opens and checks the files that contain the items.
+        """Locate the bytes of these items. The files that contain the items are opened and checked.
 
         Raises:
             NotFound: a file is missing.
@@ -494,7 +494,7 @@ def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
 
 
 class _Probe:
-    """Prefetched beginnings and ends of archives. They say where the elements are.
+    """Prefetched beginnings and ends of archives. These bytes say where the elements are.
 
     Archives are adjacent in a file, so one read covers the end of an archive and the beginning of the next archive.
     """

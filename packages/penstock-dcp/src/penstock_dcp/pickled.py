@@ -2,8 +2,8 @@
 
 DCP stores its metadata in a pickle, and values other than tensors in torch.save archives, which contain pickles too.
 Python's unpickler imports and calls the functions that a pickle names. This interpreter accepts only the opcodes in
-pickles from DCP and torch.save. It raises FormatError for any other name, an unknown opcode or a malformed argument. A
-call becomes a `PickleRecord`, which `distcp` interprets. `archive` writes plain values as a torch.save
+pickles from DCP and torch.save. The interpreter raises FormatError for any other name, an unknown opcode or a malformed
+argument. A call becomes a `PickleRecord`, which `distcp` interprets. `archive` writes plain values as a torch.save
 archive.
 """
 

@@ -49,7 +49,7 @@ needed."""
 
 
 class _Unreadable(Metadata):
-    """A substitute for the metadata of an unreadable checkpoint. It raises the read error when it is used.
+    """A substitute for the metadata of an unreadable checkpoint, which raises the read error when it is used.
 
     DCP catches an error from `read_metadata` and raises an AssertionError that contains only the text of the error.
     From the next step, an error reaches the caller unchanged, in `CheckpointException.failures`.

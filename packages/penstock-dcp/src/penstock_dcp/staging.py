@@ -146,7 +146,7 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Refusal:
-    """A substitute for a value that cannot be stored. It raises the error when DCP writes it."""
+    """A substitute for a value that cannot be stored, which raises the error when DCP writes the value."""
 
     def __init__(self, error: PlanError) -> None:
         self._error = error

@@ -84,7 +84,7 @@ def bytes_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
     require_storable(tensor, name)
     try:
         whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # Do not use `reshape`. It keeps the stride of a dim with one element, and a view as bytes rejects some strides.
+        # Do not use `reshape`. A dim with one element keeps its stride, and a view as bytes rejects some strides.
         raw = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         if has_own_storage(raw):
             return raw

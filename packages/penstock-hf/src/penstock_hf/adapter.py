@@ -1,8 +1,8 @@
 """Publish and receive versions of an adapter. Each version belongs to the base that it was trained on.
 
-A version contains the adapter's tensors under PEFT's names. Its metadata contains the base and `adapter_config.json`.
-The metadata arrives before any tensor is read. A receiver with a different base raises BaseMismatch before it reads a
-byte.
+A version contains the adapter's tensors under PEFT's names. A version's metadata contains the base and
+`adapter_config.json`. The metadata arrives before any tensor is read. A receiver with a different base raises
+BaseMismatch before it reads a byte.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def adapter_subscriber(
 class AdapterDirectory(Closeable):
     """Writes each version of an adapter to a directory, in the layout of PEFT's `save_pretrained`.
 
-    Each directory is complete when it appears. Its name contains the trainer's epoch and the version, and its content
+    Each directory is complete when it appears. The name contains the trainer's epoch and the version, and the content
     never changes, because engines key their caches by the path.
 
     Args:

@@ -479,7 +479,7 @@ def merging_subscriber(
 
     Args:
         name: name of the sync under which a trainer publishes the adapter.
-        model: the base, with the checkpoint's tensor names. Its tensors may be DTensors, and their addresses stay.
+        model: the base, with the checkpoint's tensor names. The tensors may be DTensors. Their addresses stay.
         base: see `adapter.base_identity`.
         connection: see `penstock.subscriber`.
         hooks: `before_read`, and the hooks that run before and after values are copied into the model.

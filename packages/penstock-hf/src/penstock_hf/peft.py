@@ -181,8 +181,8 @@ def adapter_subscriber(
 
     The model must already have an adapter with the same names, shapes and options. An update raises PlanError before it
     reads a byte if a tensor's name or shape differs, or if an option that changes the results of the model differs
-    (`lora_alpha`, `use_rslora`, ...). It also raises PlanError if the model would not use the version, because the
-    adapter's layers are merged, disabled, scaled or have different options. An update fills the current parameters,
+    (`lora_alpha`, `use_rslora`, ...). An update also raises PlanError if the model would not use the version, because
+    the adapter's layers are merged, disabled, scaled or have different options. An update fills the current parameters,
     even after they were moved or replaced. Raises the same errors as `adapter_tensors` and `penstock.subscriber`.
 
     Args:

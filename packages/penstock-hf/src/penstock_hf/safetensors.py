@@ -84,7 +84,7 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
     """Replace `safetensors.safe_open` in this process. `uninstall` undoes it.
 
     The globals of all loaded modules are replaced, and modules that are imported later get the replacement. Calls nest:
-    only the last `uninstall` restores the original. This does not import torch, and may be called from any thread. Open
+    only the last `uninstall` restores the original. A call does not import torch, and any thread may make it. Open
     files are not affected. Raise MissingExtra if safetensors is not installed.
 
     Args:
@@ -121,8 +121,8 @@ def installed(
     """Install the replacement for the duration of a `with` block. Raise the same errors as `install`.
 
     Args:
-        opener: called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
-            an open file, or None to decline.
+        opener: function that is called first for every file, in the thread that opens the file, with the arguments of
+            `safe_open`. The function returns an open file, or None to decline.
         replacements: see `install`.
     """
     install(replacements)

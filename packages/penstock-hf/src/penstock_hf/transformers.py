@@ -79,20 +79,20 @@ def from_pretrained(
         name_or_uri: `org/name[@revision]`, `hf://org/name[@revision][/folder]`, a directory, or a prefix in an object
             store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
         group: a torch.distributed group whose ranks all make this call. Each rank reads a share of the weights from
-            storage, and the ranks exchange the shares. This also works with `tp_plan` and FSDP2, where each rank keeps
-            only its shards.
+            storage, and the ranks exchange the shares. A group also works with `tp_plan` and FSDP2, where each rank
+            keeps only its shards.
         memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. With a group, half of this
             memory is used for tensors that have not been requested yet.
         verify: whether to compare the weights with the digests in the manifest. See `penstock.load`. Without a group, a
             model on a hub is compared with the hub's digests.
         storage_options: credentials and endpoint. See `penstock.load`.
-        progress: see `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
-            own bar.
-        trace: see `penstock.load`. It applies only if the model is filled in place.
+        progress: see `penstock.load`. The option applies only if the model is filled in place. Otherwise transformers
+            shows its own bar.
+        trace: see `penstock.load`. The option applies only if the model is filled in place.
         weight_cache: whether to use the processed parameters in a weight cache on this host, without a copy. If the
             cache has no parameters for the same model, options and versions, load the model and hand its parameters
-            over to the cache (see `penstock.cache.cache_parameters`). Their name is `NAME.KEY`. NAME is this string, or
-            the model's name if this is True. KEY is a digest of the model, options and versions.
+            over to the cache (see `penstock.cache.cache_parameters`). The cached parameters are called `NAME.KEY`. NAME
+            is this string, or the model's name if this is True. KEY is a digest of the model, options and versions.
         options: options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
             `revision`, `token` and `quantization_config`.
 
@@ -100,7 +100,7 @@ def from_pretrained(
         NotFound: the model has no `config.json`.
         MissingExtra: transformers 5 is not installed.
         ConfigError: `trace`, or `verify=True` for a local directory, was passed for a model that is not filled in
-            place. Also raised if `weight_cache` was passed and the parameters cannot be cached.
+            place. ConfigError is also raised if `weight_cache` was passed and the parameters cannot be cached.
         PeerLost: another rank of the group failed.
         PenstockError: see `patched_libraries` and `penstock.load_into`. Errors from transformers are raised unchanged.
     """
@@ -294,7 +294,7 @@ class _Plain:
     """Revision of the checkpoint."""
 
     def key(self) -> Key:
-        """Return the key of the model's processed parameters. It covers everything that the parameters depend on."""
+        """Return the key of the model's processed parameters. The key covers everything that determines them."""
         from penstock_compile_cache.key import key_of
 
         # Omit the location, because the same model at a different location has the same parameters.
@@ -366,7 +366,7 @@ def _filled(
     Args:
         model_class, uri, options: See `from_pretrained`.
         arguments: Arguments for the load.
-        fill: Function that fills the empty model. Its arguments are the model, a mapping from the checkpoint's tensor
+        fill: Function that fills the empty model. The arguments are the model, a mapping from the checkpoint's tensor
             names to the model's names, the URI and `arguments`.
     """
     import torch

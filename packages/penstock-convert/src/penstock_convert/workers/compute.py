@@ -120,7 +120,7 @@ def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class ComputedOutputs:
-    """The outputs of a task. They are valid after the step that computes them has finished."""
+    """The outputs of a task, which are valid after the step that computes them has finished."""
 
     raw: list[torch.Tensor]
     """The bytes of each output as flat uint8, in the backend's memory."""

@@ -33,7 +33,7 @@ from penstock.lifecycle import Closeable
 START_S = 120.0
 """Deadline in seconds for the imports of a new fork server, which can take a minute on a busy machine."""
 ANSWER_S = 30.0
-"""Deadline in seconds for later responses. It is short, because the fork server does no other work."""
+"""Deadline in seconds for later responses. The deadline is short, because the fork server does no other work."""
 END_S = 5.0
 """Maximum wait in seconds for a killed process. A process that still exists is stuck in the kernel and is abandoned."""
 _MAX_MESSAGE_BYTES = 64 << 10

@@ -77,7 +77,7 @@ class ThreadLauncher(Closeable):
 
 
 def _work(state: _WorkerThread, worker: str, device: str, address: str, secret: str) -> None:
-    """Run a worker until its job ends or it is killed. This is the body of a thread."""
+    """Run a worker until its job ends or it is killed. This function is the body of a thread."""
     import torch
 
     from penstock_convert.workers.process import connect, serve

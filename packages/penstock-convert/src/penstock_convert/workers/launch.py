@@ -47,7 +47,7 @@ example, works again at once. One that cannot run at all is reported after some 
 _T = TypeVar("_T")
 
 _COUNTED = 16
-"""Exit code for no GPU. Each GPU adds one. It is above 1 and 2, which Python uses for its own failures."""
+"""Exit code for no GPU. Each GPU adds one. The code is above 1 and 2, which Python uses for its own failures."""
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

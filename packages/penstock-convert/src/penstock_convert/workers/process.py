@@ -1,4 +1,4 @@
-"""The process of one worker. It connects to the coordinator, plans the same job, and runs the tasks that it receives.
+"""The process of one worker, which connects to the coordinator, plans the same job, and runs the assigned tasks.
 
 The main thread reads messages and sends heartbeats. A second thread waits for memory and posts tasks. The executors'
 threads send `Began` and `TaskDone`. `worker` runs the tasks.

@@ -321,7 +321,7 @@ class _TaskRun:
             leaf_sizes, here = job.leaf_sizes[task_input.source], (where.start, where.stop)
             if task_input.byte_range(start, stop) != here:
                 return False
-            # Reads cover whole leaves of the output. They must be whole leaves of the source too if it is verified.
+            # Reads cover whole leaves of the output, and whole leaves of the source if the source is verified.
             if leaf_sizes and (leaf_sizes != job.leaf_bytes or task_input.leaf_range(start, stop, leaf_sizes) != here):
                 return False
         return True
@@ -566,7 +566,7 @@ class _TaskRun:
 
 
 class _OutputInParts:
-    """One output of a task that runs in parts. Its bytes are written in order and digested piece by piece."""
+    """One output of a task that runs in parts. The bytes are written in order and digested piece by piece."""
 
     def __init__(self, worker: Worker, where: Written) -> None:
         table = worker.job.files.table

@@ -57,7 +57,7 @@ class FileRead:
 
 @dataclass(slots=True)
 class PatchedLibrariesReport(Summarised):
-    """A report of the files that a `patched_libraries()` context has read. It is filled while the context is active."""
+    """A report of the files that a `patched_libraries()` context has read. The active context fills the report."""
 
     files: list[FileRead] = field(default_factory=list)
     shared: list[SharedReadReport] = field(default_factory=list)
@@ -102,7 +102,8 @@ def patched_libraries(
         verify: whether to compare every streamed file with the hub's digest before any of its tensors is returned. Each
             file then stays in host memory until its tensors are read.
         memory_bytes: limit in bytes of the host memory for data that is read ahead. None means `PENSTOCK_MEMORY_BYTES`.
-        storage_options: `token` and `endpoint` for reading weights from the hub. They override the environment.
+        storage_options: `token` and `endpoint` for reading weights from the hub. These options override the
+            environment.
         group: a torch.distributed group. All ranks of the group must enter the context and load the same models. Each
             rank reads a share of the weights from storage, and the ranks exchange the shares. `verify` then compares
             the bytes with the digests in a manifest next to the weights, and fails without a manifest.
@@ -116,9 +117,9 @@ def patched_libraries(
             built-in class that the library raised.
         PeerLost: another rank of the group failed in the context, or does not respond. All ranks then raise.
 
-    The context applies to the calling thread. It also applies to threads that have no context, because libraries start
-    threads to read files. If several contexts are active, such threads use the newest context. In nested contexts, the
-    innermost context applies.
+    The context applies to the calling thread. The context also applies to threads that have none, because libraries
+    start threads to read files. If several contexts are active, such threads use the newest context. In nested
+    contexts, the innermost context applies.
 
     With a group, entering and leaving the context is collective. Ranks may request tensors in different orders, request
     only slices, or request no tensors. Half of `memory_bytes` is used for tensors that have not been requested yet. If
@@ -192,7 +193,7 @@ class _PatchedBlock:
         self.shared: SharedFiles | None = None
 
     def share(self, group: ProcessGroup) -> None:
-        """Start reading files together with the other ranks of a group. This imports torch."""
+        """Start reading files together with the other ranks of a group. Calling this imports torch."""
         from penstock.spi import SharedFiles
 
         verify = self._verify or None

@@ -80,7 +80,7 @@ class HubFiles:
         self._settings = settings
         self._options = dict(storage_options)
         self._pointers: dict[str, Pointer] = {}
-        # Commits by cache directory, repository and revision. They resolve the branch that a later call names.
+        # Commits by cache directory, repository and revision, to resolve the branch that a later call names.
         self._commits: dict[tuple[str, str, str], str] = {}
         self._lock = threading.Lock()
         # Paths of the pointer files in commit views. `directory` writes its pointer files to a separate directory.
@@ -117,7 +117,7 @@ class HubFiles:
     def directory(self, uri: str) -> str:
         """Return a directory with copies of the small files at a URI, and pointer files for the weight files.
 
-        An http(s) URL cannot be listed. Its directory contains the weights that the index names, and configuration
+        An http(s) URL cannot be listed. The directory then contains the weights that the index names, and configuration
         files with the usual names. Raise NotFound, PermissionDenied or SourceUnavailable if the storage cannot be read.
         """
         settings, options = self._settings, self._options
@@ -274,7 +274,7 @@ class HubFiles:
         return self._directory_of(repository.cache_dir, repository.folder, repository.commit)
 
     def _make_root(self) -> Path:
-        """Return the directory in which `directory` creates its results. It is created on first use."""
+        """Return the directory in which `directory` creates its results. Create it on first use."""
         with self._lock:
             if self._root is None:
                 self._root = make_directory()
@@ -325,7 +325,7 @@ class _Repository:
         return self._files
 
     def snapshot(self) -> Path:
-        """Return the path of the commit's directory in the cache. It may not exist."""
+        """Return the path of the commit's directory in the cache. The directory may not exist."""
         return Path(self.cache_dir, self.folder, "snapshots", self.commit)
 
     def cached(self, path: str) -> Path | None:

@@ -56,7 +56,7 @@ class StreamedFile(safe_open):
 
 
 class _AnnouncingSlice(SafeSlice):
-    """A slice object. Its first read starts reading ahead all requested slices of the file."""
+    """A slice object whose first read starts reading ahead all requested slices of the file."""
 
     def __init__(self, inner: SafeSlice, owner: StreamedFile) -> None:
         self.__dict__.update(inner.__dict__)

@@ -1,8 +1,8 @@
 """Install Penstock's replacement when a Python process of `penstock run` imports safetensors.
 
 Python runs this file when it starts, because the file's directory is on PYTHONPATH. The file adds a hook for `import
-safetensors`, and then runs the program's own `sitecustomize`. It imports only modules that Python has already loaded.
-Python does not run this file if it is started with `-S`, `-I` or `-E`.
+safetensors`, and then runs the program's own `sitecustomize`. The file imports only modules that Python has already
+loaded. Python does not run this file if it is started with `-S`, `-I` or `-E`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Loader:
 
 
 class _Finder:
-    """A finder that locates safetensors through the other finders. It is removed after safetensors was imported."""
+    """A finder that locates safetensors through the other finders, and is removed after safetensors was imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
