@@ -66,7 +66,7 @@ class Recorder:
         return put
 
 
-def test_last_reported_conversion_state_is_done(source: Path, tmp_path: Path) -> None:
+def test_conversion_reports_phases_from_starting_to_done(source: Path, tmp_path: Path) -> None:
     seen = Recorder()
     settings = penstock_convert.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen)
     report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)

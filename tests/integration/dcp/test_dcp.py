@@ -230,7 +230,7 @@ def odd_targets(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 @pytest.mark.parametrize("is_cold", [False, True])
-def test_local_checkpoint_loads_into_every_target_kind(
+def test_local_checkpoint_loads_into_all_kinds_of_targets(
     llama: Path, threads: str, is_cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_FETCH_THREADS", threads)

@@ -98,7 +98,9 @@ def scrape(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> Scrape:
     return Scrape(endpoint, token_file)
 
 
-def test_metrics_require_token(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_metrics_request_without_valid_token_is_rejected(
+    endpoint: ps.telemetry.MetricsEndpoint, token_file: Path
+) -> None:
     token = bearer(token_file)
     for wrong in (None, "", "Bearer ", "Bearer wrong", token.replace("Bearer", "Basic"), token[:-1], f"{token}0"):
         assert get(endpoint.url, wrong)[0] == 401
@@ -110,7 +112,9 @@ def test_metrics_require_token(endpoint: ps.telemetry.MetricsEndpoint, token_fil
     assert get(endpoint.url, token, method="POST")[0] == 405
 
 
-def test_metrics_token_changes_without_restart(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_changed_metrics_token_applies_without_restart(
+    endpoint: ps.telemetry.MetricsEndpoint, token_file: Path
+) -> None:
     old = bearer(token_file)
     token_file.write_text("a-new-token-of-the-scraper\n")
     assert get(endpoint.url, old)[0] == 401

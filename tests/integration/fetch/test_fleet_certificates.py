@@ -50,7 +50,7 @@ def show(monkeypatch: pytest.MonkeyPatch, authority: Authority, name: str) -> No
     monkeypatch.setenv("PENSTOCK_KEY_FILE", str(key))
 
 
-def test_member_requires_its_own_certificate(hub: str, authority: Authority) -> None:
+def test_member_requests_with_different_certificate_are_rejected(hub: str, authority: Authority) -> None:
     first, other, renewed = (authority.sign(name) for name in ("first", "other", "first"))
     ca_file, life = authority.ca_file, "0123456789abcdef"
     with HubClient.connect(hub, ca_file=ca_file, certificate=first, life=life) as member:
@@ -68,7 +68,7 @@ def test_member_requires_its_own_certificate(hub: str, authority: Authority) -> 
             same.beat(member.member, Beat())
 
 
-def test_server_certificate_must_match_member(
+def test_server_certificate_of_different_member_is_rejected(
     hub: str, authority: Authority, small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, torch.Tensor] = {}

@@ -183,7 +183,7 @@ def test_socket_of_another_user_is_not_opened(
 
 
 @pytest.mark.parametrize("to", ["another address", "a Unix socket"])
-def test_data_port_must_be_on_member_host(
+def test_data_port_outside_member_host_is_refused(
     hub: str, small_checkpoint: Path, expected_tensors, record, alone: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """A map may name any address. A reader connected to it and sent its token."""

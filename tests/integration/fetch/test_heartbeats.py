@@ -37,7 +37,9 @@ class NotedBeats(Directory):
             time.sleep(0.01)
 
 
-def test_first_upstreams_request_replaces_one_heartbeat(host: Host, expected_tensors: dict[str, torch.Tensor]) -> None:
+def test_first_request_for_upstreams_replaces_one_heartbeat(
+    host: Host, expected_tensors: dict[str, torch.Tensor]
+) -> None:
     hub, url = NotedBeats(), f"unix://{host.directory}/own.sock"
     server = HubThread(hub, bind(url, Auth()))
     server.start()

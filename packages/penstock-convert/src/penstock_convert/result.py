@@ -548,7 +548,7 @@ class MemoryDestination(Protocol):
         Args:
             key: key of the job, which is the same for the same sources and operations.
             nbytes: size of the file in bytes.
-            fill: writes the file at a path and returns its manifest. `take` must call `fill` exactly once.
+            fill: function that writes a file at a path and returns its manifest. `take` must call the function once.
 
         Raises:
             BudgetTooSmall: there is not enough memory.

@@ -65,7 +65,7 @@ NO_SMALL_FILES = SmallFiles(files={}, left_out={})
 def find_small_files(
     uri: str, weights: Collection[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> SmallFiles:
-    """Find the small files of a model without reading them. There are none for a single file or a glob.
+    """Find the small files of a model without reading them. A single file or a glob has no small files.
 
     Hidden files are ignored. Symlinks to files are followed, and symlinks to folders are not.
 

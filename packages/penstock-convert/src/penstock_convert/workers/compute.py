@@ -52,7 +52,7 @@ class Buffers:
         self._changed = threading.Condition()
 
     def reserve(self, nbytes: int, stopped: Callable[[], bool]) -> None:
-        """Reserve `nbytes` for a task, and wait for them if other tasks have reservations.
+        """Reserve `nbytes` for a task. Wait for free memory unless no other task has a reservation.
 
         Raises:
             Cancelled: `stopped` became true during the wait.

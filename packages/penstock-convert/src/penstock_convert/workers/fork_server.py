@@ -274,7 +274,8 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    # A garbage collection in a child would write to the header of every object and copy all shared pages. Prevent that.
+    # Freeze all objects. Otherwise a garbage collection in a child would write to their headers and copy all shared
+    # pages.
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):

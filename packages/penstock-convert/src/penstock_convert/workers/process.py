@@ -85,7 +85,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         PeerLost: the coordinator is gone.
     """
     trace = Trace(enabled=True)
-    # On an error too, the stack waits for running steps before it frees their memory.
+    # Even after an error, the stack waits for running steps before it frees their memory.
     with ExitStack() as stack:
         waking = stack.enter_context(Threads(1, "penstock-wake"))
         awake = waking.submit(_wake, device, trace)
