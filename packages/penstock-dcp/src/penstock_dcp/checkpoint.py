@@ -496,7 +496,7 @@ def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
 class _Probe:
     """Prefetched beginnings and ends of archives. These bytes say where the elements are.
 
-    Archives are adjacent in a file, so one read covers the end of an archive and the beginning of the next archive.
+    Archives are adjacent in a file, so one read can cover the end of an archive and the beginning of the next archive.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     stage: tensors -> the arena, up to `staging_bytes` -> DCP's thread plans and writes, tensors that are live first
     synchronize_staging: waits for those; then training goes on while the arena is written
 
-DCP searches only mappings and lists for tensors. Every other object is a value, which is copied too. If a value or
-tensor cannot be stored, an object replaces it that raises the error during DCP's collective, so that every rank gets
+DCP searches only mappings and lists for tensors. Every other object is a value, which is copied too. A value or tensor
+that cannot be stored is replaced by an object that raises the error during DCP's collective, so that every rank gets
 the error. An error raised here on one rank would leave the other ranks waiting.
 """
 

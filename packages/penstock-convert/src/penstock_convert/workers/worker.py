@@ -238,7 +238,7 @@ class Worker(Run):
             except IntegrityError:
                 if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
                     raise
-                # Only the cached copy may be corrupt, so read the bytes once more from the source.
+                # The corruption may be only in the cached copy, so read the bytes once more from the source.
                 file.readv(at, [into])
                 checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
