@@ -196,7 +196,7 @@ def test_models_per_member_are_limited(bench) -> None:
         hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOODING_CALLER)
 
 
-def test_decisions_per_caller_are_limited(bench) -> None:
+def test_sync_decisions_per_caller_are_limited(bench) -> None:
     hub = bench.hub(decisions=4)
     join(hub, "f", FLOODING_CALLER)
     hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOODING_CALLER)

@@ -192,7 +192,7 @@ def test_renaming_to_none_skips_tensor(path: Path) -> None:
     assert torch.equal(targets["mean"], load_file(path)["mean"])
 
 
-def test_mismatch_error_lists_all_tensors_before_writing(path: Path) -> None:
+def test_error_before_writing_lists_all_mismatched_tensors(path: Path) -> None:
     targets = {
         "mean": torch.zeros(8),
         "hidden.weight": torch.zeros(40, 40),

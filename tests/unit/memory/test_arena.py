@@ -54,7 +54,7 @@ def test_runs_at_returns_views_of_arena_memory() -> None:
         arena.runs_at([0, 2048], [100, 1000])
 
 
-def test_views_keep_memory_until_dropped() -> None:
+def test_arena_views_keep_memory_alive_until_dropped() -> None:
     gc.collect()  # what other tests left
     before = fds()
     arena = Arena.allocate(10_000)

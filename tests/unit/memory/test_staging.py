@@ -245,7 +245,7 @@ def test_warming_continues_if_one_thread_cannot_start(make: Make, refuse_thread:
     assert registrar.pinned == {}
 
 
-def test_close_during_warming_unpins_all(make: Make) -> None:
+def test_close_during_warming_unpins_all_buffers(make: Make) -> None:
     registrar = Counting()
     pool = make(64, registrar=registrar)
     pool.warm(4)

@@ -75,7 +75,7 @@ class Tier(Protocol):
         """Return a new room for a block. Raise DiskFull, DeviceOutOfMemory or DestinationError if memory is short."""
 
     def trim(self) -> None:
-        """Return the memory of closed rooms to the system. Until then a new room may reuse it."""
+        """Return the memory of closed rooms to the system. Until then a new room may reuse this memory."""
 
     def close(self) -> None:
         """Free the tier's resources after its rooms are closed. Idempotent."""

@@ -61,8 +61,8 @@ class AdmittedSocket(socket.socket):
 class GuardedListener(socket.socket):
     """A listening socket that accepts the connections that `Admission` permits. `accept` never blocks.
 
-    A listener on a Unix socket accepts only its own user. The listener owns the descriptor of `bound`. It sends
-    `refusal` on a refused connection before closing it.
+    A listener on a Unix socket accepts only its own user. The listener owns the descriptor of `bound`. `refusal`
+    is sent on a refused connection before closing it.
     """
 
     def __init__(self, bound: socket.socket, admission: Admission, *, refusal: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-"""The client for another member's server. It requests leases, memory maps, tensor tables and chunk logs."""
+"""The client for another member's server. The client requests leases, memory maps, tensor tables and chunk logs."""
 
 from __future__ import annotations
 

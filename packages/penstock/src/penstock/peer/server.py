@@ -12,7 +12,7 @@
            /v1/NAME/...                     requests for a registered handler, see `RequestHandler`
 
 Members do not use the hub's ASGI stack. Starlette and uvicorn take 70 to 90 ms of CPU time and 4 MiB of memory to start
-in a thread (2 cores, Python 3.11), and an empty request takes 85 to 190 us. This server takes 6 ms, 0.1 MiB and 28 us.
+in a thread (2 cores, Python 3.11), and an empty request takes 85 to 190 us. This server needs 6 ms, 0.1 MiB and 28 us.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Query = Mapping[str, list[str]]
 
 
 class RequestHandler(Protocol):
-    """A handler of all requests below one path. It must check grants itself."""
+    """A handler of all requests below one path. The handler must check grants itself."""
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
         """Return a value for msgpack, or None for an empty response. Errors are sent as a `Fault`."""

@@ -340,7 +340,7 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Match:
-    """Both sides of a sync, joined by tensor. Wanted tensors are numbered in the order in which they first occur."""
+    """The two sides of a sync, joined by tensor. Wanted tensors are numbered in the order in which they first occur."""
 
     forms: tuple[Form, ...]
     names: tuple[str, ...]

@@ -1,9 +1,9 @@
 """Choice of upstreams: receivers form chains or two trees below the complete holders, or a ring if no member is
 complete.
 
-In a chain each member has one child per link. It sends one copy within its host and one copy to another host. A fleet
-fills in about the time of one copy. Two trees, for the even and the odd chunks, replace long chains of hosts. In one of
-the trees a member sends half of a copy to each of two other hosts.
+In a chain each member has one child per link. Each member sends one copy within its host and one copy to another host.
+A fleet fills in about the time of one copy. Two trees, for the even and the odd chunks, replace long chains of hosts.
+In one of the trees a member sends half of a copy to each of two other hosts.
 """
 
 from __future__ import annotations

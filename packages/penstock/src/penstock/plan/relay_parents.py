@@ -138,7 +138,7 @@ _Poor = tuple[bool, bool, int, tuple[float, str]]
 
 
 class Chains:
-    """Builder of chains. It keeps parents that can still serve, and assigns the best available parent to the others."""
+    """Builder of chains, which keeps parents that can still serve and assigns the best parents to other members."""
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self._nodes = nodes

@@ -29,8 +29,8 @@ ALIGN_IN_SLAB = 16
 class LoadPlan:
     """Reads of one load, as columns. Offsets and lengths are in bytes.
 
-    A read is one contiguous file range of at most `chunk_bytes`. Its segments `seg_first[r]:seg_first[r + 1]` are the
-    destinations of its bytes. A segment has `seg_rows` runs of `seg_run` bytes, which start at `seg_src` in the read,
+    A read is one contiguous file range of at most `chunk_bytes`. Segments `seg_first[r]:seg_first[r + 1]` are the
+    destinations of read `r`. A segment has `seg_rows` runs of `seg_run` bytes, which start at `seg_src` in the read,
     `seg_pitch` apart. The runs are packed at `seg_dst` in slab `seg_slab`.
     """
 

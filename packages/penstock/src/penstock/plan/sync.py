@@ -76,9 +76,9 @@ def step_bytes(watermark_bytes: int) -> int:
 class ReceiverPlan:
     """Reads of one receiver. Segments are sorted by bucket, and within a bucket by source.
 
-    Segment i has `num_rows[i]` runs of `run_bytes[i]`. It starts at `src[i]` in the memory of source `source[i]` and at
-    `dst[i]` in the receiver's memory, with pitches `src_pitch[i]` and `dst_pitch[i]`. Segments do not overlap unless
-    wanted rows overlap.
+    Segment i has `num_rows[i]` runs of `run_bytes[i]`. The first run is at `src[i]` in the memory of source
+    `source[i]` and at `dst[i]` in the receiver's memory, with pitches `src_pitch[i]` and `dst_pitch[i]`. Segments do
+    not overlap unless wanted rows overlap.
     """
 
     key: str
@@ -462,7 +462,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 class TeamLines:
     """Shares of all receivers, as sections of one line per team: the bytes that are read from the team.
 
-    The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. Its share of a team begins at `start`. Each
+    The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. A share begins at `start` of its line. Each
     rank of a team sends the section from the previous rank's `stop` to its `stop`.
     """
 

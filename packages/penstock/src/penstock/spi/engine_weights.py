@@ -1,7 +1,7 @@
 """An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, and then serves or releases it.
 
 With a hub (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache on its host that has exactly this
-checkpoint. Otherwise it joins the fleet with the model's name and serves there. Replicas exchange the checkpoint and
+checkpoint. Otherwise the replica joins the fleet with the model's name. Replicas exchange the checkpoint and
 not processed parameters, so replicas with different versions, parallel sizes and engines can share the bytes.
 """
 
@@ -69,7 +69,7 @@ class FleetOptions:
         """Return the options of the fleet that a replica joins, or None if it does not join a fleet.
 
         Args:
-            model: name, directory or URI of the model. Its last segment is the default name of the fleet.
+            model: name, directory or URI of the model. The last segment is the default name of the fleet.
 
         Raises:
             ConfigError: a value has the wrong type, or the fleet has no name and no hub is configured.
@@ -167,7 +167,7 @@ def checkpoint(
         wanted: filter for names. None means all.
         options: the result of `read_options`.
         place: see `RankInfo`.
-        model: name, directory or URI of the model as the user wrote it, not a copy or a pinned revision. Its last
+        model: name, directory or URI of the model as the user wrote it, not a copy or a pinned revision. The last
             segment is the default name of the fleet and the weight cache, which must be equal for all replicas.
         log: logger for the report, and for the reason why a weight cache or fleet is not used.
         progress: see `penstock.stream`.
@@ -358,7 +358,7 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     if options.drain_file is not None and options.drain_file not in _drain_files:
         _drain_files.add(options.drain_file)
         drain_file = Path(options.drain_file)
-        # Both files may be left over from a previous run of this container.
+        # The two files may be left over from a previous run of this container.
         for stale in (drain_file, _done_file(drain_file)):
             stale.unlink(missing_ok=True)
         start_thread(threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True))

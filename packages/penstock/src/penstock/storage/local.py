@@ -75,7 +75,7 @@ class FileState:
 
 
 class LocalFile:
-    """A regular file, open for reading. Its methods detect changes since it was opened.
+    """A regular file, open for reading. The methods detect changes since the file was opened.
 
     Attributes:
         uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
