@@ -79,4 +79,4 @@ def test_too_small_pack_memory_raises_budget_too_small() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         ps.publisher("policy", {}, settings=ps.sync.PublisherSettings(pack_bytes=1000))
     assert caught.value.minimum_bytes == LEAST_PACK_BYTES
-    assert caught.value.hint == f"give pack_bytes >= {LEAST_PACK_BYTES}"
+    assert caught.value.hint == f"set pack_bytes >= {LEAST_PACK_BYTES}"

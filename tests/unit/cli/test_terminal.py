@@ -91,7 +91,7 @@ def test_terminal_fields_are_aligned(capsys) -> None:
     ("python", "shell"),
     [
         ("pass fallback= to read storage", "pass --fallback to read storage"),
-        ("give memory_bytes >= 438272", "give --memory-bytes >= 438272"),
+        ("set memory_bytes >= 438272", "set --memory-bytes >= 438272"),
         ("memory_bytes=400 holds 1 buffer", "--memory-bytes 400 holds 1 buffer"),
         ("verify=True, but no manifest at llama", "--verify, but no manifest at llama"),
         ("set PENSTOCK_KEY, or give private_key=", "set PENSTOCK_KEY, or give --sign"),

@@ -263,11 +263,11 @@ def test_error_for_too_small_budget_states_minimum() -> None:
     with Tiers(levels) as tiers:
         with pytest.raises(BudgetTooSmall) as caught:
             tiers.put(block(0, 200), Source().of(block(0, 200)))
-        assert caught.value.hint == "give memory_bytes >= 200"
+        assert caught.value.hint == "set memory_bytes >= 200"
         tiers.put(block(1), Source().of(block(1)), again=False)
         with pytest.raises(BudgetTooSmall) as caught:
             tiers.demote(block(1))
-        assert caught.value.hint == "give host_bytes >= 100"
+        assert caught.value.hint == "set host_bytes >= 100"
 
 
 def test_block_moves_while_old_memory_is_pinned() -> None:

@@ -281,7 +281,7 @@ class BudgetTooSmall(PlanError):
     """
 
     def __init__(self, message: str, *, minimum_bytes: int, budget: str = "memory_bytes") -> None:
-        super().__init__(message, hint=f"give {budget} >= {minimum_bytes}")
+        super().__init__(message, hint=f"set {budget} >= {minimum_bytes}")
         self.minimum_bytes = minimum_bytes
 
 

@@ -1,4 +1,4 @@
-"""Fair shares of a limited resource. When it is exhausted, entries of the caller that uses most are evicted.
+"""Fair shares of a limited resource. If the resource is exhausted, entries of the caller that uses most are evicted.
 
 A single caller may use the whole resource. A new caller gets entries as long as another caller has more. Callers are
 identified by token, certificate, user or address.

@@ -381,7 +381,7 @@ class LocalWeights:
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
-        """Return the segments to read from a peer for these chunks, by the peer's region and this process's region."""
+        """Return the segments to read from a peer for these chunks, by the peer's region and the local region."""
         pieces = self.layout.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
         dst = self.place.row_offset[pieces.row] + pieces.start
