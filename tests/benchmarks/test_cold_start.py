@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_cold_start_page_reports_single_storage_read(tmp_path: Path) -> None:
+def test_cold_start_page_states_that_storage_is_read_once(tmp_path: Path) -> None:
     what = ["--workers", "2", "--mb", "32", "--mb-per-s", "0", "--reps", "1", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.bench_cold_start", *what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

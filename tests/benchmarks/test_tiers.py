@@ -26,7 +26,7 @@ def test_each_link_row_includes_its_limit(tmp_path: Path) -> None:
 
 
 @long_running
-def test_tier_benchmark_measures_cache_swaps(tmp_path: Path) -> None:
+def test_tier_benchmark_measures_attach_with_swapping(tmp_path: Path) -> None:
     found = run_benchmark("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found
     assert "fresh load | 1 |" in found, found

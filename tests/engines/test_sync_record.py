@@ -60,7 +60,7 @@ def _config_of(directory: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("tp_rank", "tp"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize("which", CONFIGS)
-def test_recording_matches_vllm_loader(
+def test_recorded_load_matches_vllm_loader(
     which: str, tp_rank: int, tp: int, tmp_path: Any, vllm_config: Callable[[Any], Any], monkeypatch: Any
 ) -> None:
     from vllm.config import set_current_vllm_config

@@ -35,7 +35,7 @@ def servers(llama: Path, runtime: str, tmp_path: Path) -> Iterator[dict[str, Ser
         yield found
 
 
-def test_servers_commit_version_atomically(
+def test_all_servers_commit_version_atomically(
     servers: dict[str, Server], llama: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch

@@ -263,7 +263,7 @@ def test_verified_stream_limits_read_ahead(checkpoint: Path, allocated: int) -> 
     assert torch.cuda.max_memory_allocated() - allocated < NUM_TENSORS * TENSOR_BYTES // 2
 
 
-def test_report_shows_verification_or_why_it_is_skipped(checkpoint: Path) -> None:
+def test_unverified_load_report_contains_reason(checkpoint: Path) -> None:
     plain = penstock.load(checkpoint, device=DEVICE).report
     assert not plain.verified
     assert plain.why

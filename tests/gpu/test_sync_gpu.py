@@ -144,7 +144,7 @@ def test_unfenced_change_is_detected(links: PeerLinks) -> None:
     assert caught.value.mutated
 
 
-def test_staged_version_and_snapshot_are_served(links: PeerLinks) -> None:
+def test_staged_version_and_snapshot_match_source(links: PeerLinks) -> None:
     with open_links(only=["cuda_ipc", "shm"]) as links:
         holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
         part = parts(holdings, wants, MIB)[1]
@@ -198,7 +198,7 @@ def test_packing_kernel_matches_host(links: PeerLinks) -> None:
 
 
 @pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
-def test_device_columns_are_packed_over_nixl() -> None:
+def test_column_shards_are_packed_for_nixl_transfer() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 4, 2)
     part = parts(holdings, wants, 1 << 30)[1]
     with open_links(only=["nixl"]) as links:

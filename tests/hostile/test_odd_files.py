@@ -178,7 +178,7 @@ def test_invalid_path_argument_raises_config_error(verb: str, name: Any) -> None
     assert isinstance(refused(lambda: OTHERS[verb](name)), ConfigError)
 
 
-def test_unusual_neighbouring_files_are_ignored(sharded: Path, tmp_path: Path) -> None:
+def test_special_files_next_to_weights_are_ignored(sharded: Path, tmp_path: Path) -> None:
     """Only what would be read is held to be a file."""
     whole = penstock.load(sharded, settings=penstock.ReadSettings(copy=True))
     os.mkfifo(sharded / "notes.txt")

@@ -73,7 +73,7 @@ def send(publisher: ps.sync.Publisher, weights: torch.Tensor, fleet: FleetClient
     fleet.finish_weight_update(weight_version=str(version))
 
 
-def test_servers_install_version_atomically(stack: ExitStack) -> None:
+def test_all_servers_install_version_atomically(stack: ExitStack) -> None:
     weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b", "c")}
     publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
     fleet = FleetClient(engines, init_info={"b": {"listen": "127.0.0.1:0"}})
@@ -95,7 +95,7 @@ def test_servers_install_version_atomically(stack: ExitStack) -> None:
     assert {(float(engine.live[0]), engine.weight_version) for engine in engines.values()} == {(3.0, "3")}
 
 
-def test_failed_server_is_excluded_when_allowed(stack: ExitStack) -> None:
+def test_failed_server_is_excluded_if_allowed(stack: ExitStack) -> None:
     weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b")}
     publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
     fleet = FleetClient(engines, stragglers="leave_out")

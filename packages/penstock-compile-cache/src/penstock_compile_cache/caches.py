@@ -29,7 +29,7 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """Whether this process has already read the variable. In that case the cache cannot be moved."""
+        """Whether this process has already read the variable. If so, the cache cannot be moved."""
         return bool(self.module) and self.module in sys.modules
 
 
@@ -63,7 +63,7 @@ def read_already() -> Sequence[str]:
 
 
 def is_copied(parts: Sequence[str]) -> bool:
-    """Return whether a file belongs in a bundle. `parts` are the components of its path below the root."""
+    """Return whether a file belongs in a bundle. `parts` are the components of the file's path below the root."""
     cache = next((one for one in CACHES if one.name == parts[0]), None)
     if cache is None or len(parts) < 2:
         return False

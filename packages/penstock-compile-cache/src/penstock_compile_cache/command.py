@@ -152,7 +152,7 @@ def list_all(
 
     bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
     if cache:
-        # An engine checks the signature too, so it could not use a bundle that is refused here.
+        # Omit refused bundles, because an engine would refuse them too.
         named = [(bundle.uri, fleet_name(bundle.key.id)) for bundle in bundles if bundle.key is not None]
         write_lines(shlex.join(word for place, name in named for word in (place, "--model", name)))
     elif format is OutputFormat.json:

@@ -89,7 +89,8 @@ def key_of(
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(
-                f"config has {name!r}: {value!r}, but names and values must be strings", hint="convert them with str()"
+                f"config has {name!r}: {value!r}, but names and values must be strings",
+                hint="convert names and values with str()",
             )
     require_type("device", device, str, "the name of a device")
     if not _DEVICE.fullmatch(device):
@@ -142,7 +143,7 @@ def _gpu(device: str) -> str:
     count = torch.cuda.device_count()
     if int(device.partition(":")[2] or 0) >= count:
         raise ConfigError(
-            f"device is {device}, but torch sees {count} GPUs", hint='pass another device, or device="cpu"'
+            f"device is {device}, but torch finds {count} GPUs", hint='pass another device, or device="cpu"'
         )
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"

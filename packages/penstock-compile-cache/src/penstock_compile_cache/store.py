@@ -98,7 +98,7 @@ class Restored(Summarised):
         source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is no bundle.
         why: reason why there is no bundle, or else the source of the bundle.
         key: key of this process.
-        directory: directory that contains the caches. This process's environment variables now point to these caches.
+        directory: directory that contains the caches, to which this process's environment variables now point.
         num_files: number of files that this call wrote.
         nbytes: total size in bytes of the files that this call wrote.
         wall_s: duration of the call in seconds.
@@ -579,7 +579,8 @@ def _key_of_id(directory: Path, bundle_id: str) -> Key:
         raw = read_bounded(str(_key_path(directory, bundle_id)), MIB) if bundle_id.isalnum() else b""
         return msgspec.json.decode(raw, type=Key)
     except (NotFound, *MALFORMED) as error:
-        hint = "known ids: " + ", ".join(sorted(path.stem for path in directory.glob("*.json"))) or "none"
+        known = ", ".join(sorted(path.stem for path in directory.glob("*.json"))) or "none"
+        hint = f"known ids: {known}"
         raise ConfigError(f"no restore has the id {bundle_id!r}", hint=hint) from error
 
 
@@ -595,7 +596,7 @@ def _directory(settings: Settings) -> Path:
             f"cannot create the directory for compiled code: {error}", hint="set PENSTOCK_COMPILE_CACHE_DIR"
         ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        hint = "chmod it to 700, or set PENSTOCK_COMPILE_CACHE_DIR to another directory"
+        hint = "run chmod 700 on the directory, or set PENSTOCK_COMPILE_CACHE_DIR to another directory"
         raise ConfigError(f"other users can write to {directory}, so code from it cannot be trusted", hint=hint)
     return directory
 

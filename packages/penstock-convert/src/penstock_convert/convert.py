@@ -193,8 +193,8 @@ def convert(
         workers: the number of workers. None means one worker for each device. Alternatively a `WorkerSettings`, which
             also sets the memory, options for object stores, a trace, a Ray cluster or your own launcher.
         shard_bytes: maximum size of an output file in bytes, at least 1. A larger tensor gets a separate file.
-        replace: whether to replace a directory with a weight set at the destination. The old directory stays until the
-            new one is complete, is replaced atomically, and is then removed. Object stores are refused, because they
+        replace: whether to replace an existing directory that contains a weight set. The old directory is replaced
+            atomically when the new directory is complete, and is then removed. Object stores are refused, because they
             cannot replace several objects atomically.
         progress: see `load`. The unit of progress is a task.
 
@@ -207,7 +207,7 @@ def convert(
         OperationFailed: an operation raised an error, hung, or returned tensors that do not match its recipes.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: see `penstock.errors`.
 
-    After an error the destination is unchanged, and the same call resumes the conversion, unless it writes to memory.
+    After an error the destination is unchanged, and the same call resumes, except for a conversion into memory.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)
@@ -238,7 +238,7 @@ def convert(
             conversion.plan(sources, to, operations, verify=verify, shard_bytes=shard_bytes)
             conversion.make()
             end = stack.pop_all()
-        # Report success before the workers exit, because the result is published even if a worker fails to exit.
+        # Report success before the workers exit, because the result is published even if a worker does not exit.
         conversion.watch.done(conversion.revision, len(conversion.journal.kept))
         # Close the stack in a separate stage, because the report includes the time that the workers take to exit.
         with stages.stage("close"):
@@ -388,7 +388,7 @@ class Conversion:
         """Open the staging files and the journal. At its end, the stack removes files that no later call can use."""
         if into.startswith(SCHEME):
             raise ConfigError(
-                "a weight cache is not a directory",
+                "convert() cannot write to a weight cache through a URI",
                 uri=into,
                 hint="pass WeightCache.into(MODEL), or use `penstock convert`",
             )
@@ -605,7 +605,7 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
-    """Return whether the worker of a small conversion may be a thread, because it needs no GPU and no torch import."""
+    """Return whether the worker of a small conversion may be a thread, without a GPU or an import of torch."""
     if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
         return False
     named = [devices] if isinstance(devices, str) else list(devices)
@@ -613,7 +613,7 @@ def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, 
     if only_copies:
         return named in (["cpu"], ["all"])
     torch = sys.modules.get("torch")
-    # A thread that must import torch starts as slowly as a process. It would also use a changed default dtype.
+    # A thread that must import torch starts as slowly as a process. A thread would also use a changed default dtype.
     if torch is None or torch.get_default_dtype() is not torch.float32:
         return False
     return named == ["cpu"] or (named == ["all"] and not has_driver())
@@ -648,10 +648,7 @@ def _allocate(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
 
 
 def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | os.PathLike[str] | None) -> Path:
-    """Return the staging directory.
-
-    It is next to a local destination, so that a rename can publish it. For other destinations it is in `scratch`.
-    """
+    """Return the staging directory, next to a local destination or otherwise in `scratch`."""
     if place is None:
         return Path(tempfile.gettempdir() if scratch is None else text_of(scratch)) / f"penstock-{job.key[:12]}"
     with typed(place.path):
@@ -672,7 +669,7 @@ def _name_destination(
 def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Remove staging files that no later call can use: no task is done, or the sources must change first."""
+    """Remove staging files that no later call can use, because no task is done or a source has changed."""
     if kind is None:
         return
     if not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError):

@@ -1,6 +1,6 @@
 """Starts the workers of a job, assigns tasks, records finished tasks, and replaces workers that die or hang.
 
-`plan.placement` decides which worker gets a task, `workers.worker` runs it, and `convert` publishes the result.
+`plan.placement` assigns tasks to workers, `workers.worker` runs a task, and `convert` publishes the result.
 
 """
 
@@ -112,9 +112,9 @@ class Coordinator(Closeable):
         journal: journal of the finished tasks, to which this run adds the tasks that it finishes.
         launcher: starts workers.
         devices: device of each worker.
-        listener, address: the socket for workers, from `messages.listen`, and its address. The coordinator closes it.
+        listener, address: result of `messages.listen`. The coordinator closes the listener.
         on_progress: called after each task with the number of finished tasks and the total.
-        on_turn: called a few times per second while the job runs. It must not block.
+        on_turn: called a few times per second while the job runs. The function must not block.
 
     Attributes:
         num_workers: number of workers that run at the same time.
@@ -209,7 +209,7 @@ class Coordinator(Closeable):
             if not self._workers:
                 ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
                 raise PeerLost(
-                    f"all workers of the job were lost: {ends}", hint="run it again to resume after the finished tasks"
+                    f"all workers of the job were lost: {ends}", hint="run the conversion again to resume it"
                 )
         self.moving_s = time.monotonic() - self.began
         self._collect_last_beats()
@@ -344,8 +344,7 @@ class Coordinator(Closeable):
             raise _error_of(message)
 
     def _begins(self, record: _WorkerRecord, task: int) -> None:
-        # Do not blame a copy for a loss. Copies run no operation, and several of them run at the same time as an
-        # operation.
+        # Do not blame a copy for a loss, because copies run no operation and may run at the same time as an operation.
         if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
             record.task = task
         # A second run may have overwritten the bytes of the first run, so `check_repeated` reads these bytes back.
@@ -412,7 +411,7 @@ class Coordinator(Closeable):
             # The exit of a connected worker is detected through its connection, after its last message has been read.
             if record.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
-            # A stall deadline above `BEGIN_S` also applies to the start, because workers read slow storage then too.
+            # A stall deadline above `BEGIN_S` also applies to the start, because new workers read the slow storage too.
             elif not record.is_ready and now - record.started_at > max(BEGIN_S, self._stall_s):
                 self._lose(name, "it was not ready in time")
             elif record.is_ready and self._assigned(name) and now - record.progressed_at > self._stall_s:
@@ -442,7 +441,7 @@ class Coordinator(Closeable):
             self._spawn(record.stats.device, record.respawns + 1)
 
     def _strike(self, task: int, why: str) -> None:
-        """Count a worker that was lost while the operation ran on a task. Fail after `STRIKES` lost workers."""
+        """Count a worker that was lost while the operation ran on a task. Fail the job after `STRIKES` workers."""
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
             # Name the task's first tensor, because it is unknown which of its tensors caused the loss.

@@ -169,7 +169,7 @@ def plan_job(
             omit options.
 
     Raises:
-        PlanError: see `Operation.recipes`. Also raised if torch lacks the dtype of a tensor that is not only copied.
+        PlanError: see `Operation.recipes`. Also raised if an operation would compute with a dtype that torch lacks.
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
@@ -270,7 +270,7 @@ def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
         [_CachedRanges(file) if isinstance(file, CachedSource) else None for file in source.sources]
         for source in sources
     ]
-    # Return early in the usual case, because the loop below visits every input of every task.
+    # Return early if nothing is cached, because the loop below visits every input of every task.
     if not any(ranges is not None and ranges.any for of_source in files for ranges in of_source):
         return []
     tables = [source.manifest.tensors for source in sources]

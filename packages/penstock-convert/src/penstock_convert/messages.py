@@ -1,7 +1,7 @@
 """Messages between the coordinator of a job and its workers, as length-prefixed msgpack frames on a socket.
 
-A worker sends `WorkerHello` and receives `JobSpec`. It then sends `Ready`, receives `TaskWork` until `Stop`, and sends
-`Began`, `TaskDone` and `WorkerBeat` meanwhile.
+A worker sends `WorkerHello` and receives `JobSpec`. The worker then sends `Ready`,
+`Began`, `TaskDone` and `WorkerBeat`, and receives `TaskWork` until `Stop`.
 
 The decoder ignores unknown fields and refuses frames above the size limit. `WorkerHello` and `JobSpec` contain the
 version of these messages, because nodes of a cluster may run different releases. Minor versions only
@@ -159,7 +159,7 @@ class _Announced(msgspec.Struct):
 
 
 def check_version(protocol: str, them: str, us: str) -> None:
-    """Raise PlanError if the other side's messages have a different major version."""
+    """Raise PlanError if the messages of another process have a different major version."""
     if protocol.partition(".")[0] != JOB_PROTOCOL.partition(".")[0]:
         message = f"{them} speaks job protocol {protocol[:16]}, {us} speaks {JOB_PROTOCOL}: their major versions differ"
         raise PlanError(message, hint="install the same release of Penstock on all nodes of the conversion")

@@ -192,7 +192,7 @@ def outcome_of(report: ConvertReport) -> Outcome:
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:
-    """Return how the sources were verified, or why the sources were not verified, for `ConvertReport.why`."""
+    """Return `ConvertReport.why`: how the sources were verified, or why not all sources were verified."""
     bare = [weights.why_unverified for weights in sources if weights.why_unverified is not None]
     if not verify:
         return "verify=False"

@@ -37,7 +37,7 @@ def plan(
 ) -> ConversionJob:
     """Plan the job that `convert` would run, from headers only, and write nothing.
 
-    See `convert` for the other arguments and the errors.
+    See `convert` for other arguments and for the errors.
 
     Args:
         memory_bytes: see `WorkerSettings`. Tasks are smaller than `task_bytes` if larger tasks would exceed this limit.

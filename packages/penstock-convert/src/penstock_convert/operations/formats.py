@@ -299,10 +299,10 @@ class Dequantise:
         stored_as = find(map(_named_layout, specs.values()), self.quantization)
         self._check_readable(stored_as)
         recipes = []
-        # Keep the file order of the codes. The scales of a tensor are read together with its codes.
+        # Keep the file order of the codes. The scales of a tensor are read with its codes.
         by_codes = {layout.codes: layout for layout in stored_as.stored.values()}
         for spec in specs.values():
-            # FP8 values in a source without quantisation are cast without scales.
+            # In a source without quantisation, cast FP8 values without scales.
             if spec.name in stored_as.plain:
                 as_values = copy_recipe(0, spec)
                 values = replace(as_values.outputs[0], spec=replace(spec, dtype=DType(self.to)))

@@ -25,7 +25,7 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
     """
     blocks = values.float().reshape(-1, Q8_0_ELEMENTS)
     amax = blocks.abs().amax(dim=1, keepdim=True)
-    # Divide by a tensor, because CUDA divides by a number by multiplying with its inverse, which yields different bits.
+    # Divide by a tensor. For a number, CUDA would multiply by its inverse, which yields different bits.
     scale = amax / torch.full((), 127.0, device=amax.device)
     half = scale.half()
     if not bool(torch.isfinite(half).all()):

@@ -241,7 +241,7 @@ class StoreGguf(Unchanged):
         """Return the header of the file. Call `recipes` first.
 
         Args:
-            table: the result's tensors. Offsets are relative to the first body.
+            table: the result's tensors, with offsets relative to the first tensor's bytes.
             source: header of the GGUF file whose metadata is copied to the result. None if the source has a different
                 format.
         """

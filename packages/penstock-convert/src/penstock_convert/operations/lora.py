@@ -144,7 +144,7 @@ class LoraMerge:
                 message = f"the adapter has a bias (lora_bias) for {len(layers)} layers without one: {layers[0]}"
                 hint = "serve the adapter separately, or train it without lora_bias"
             if any(_FUSED_EXPERTS.search(name) for name in unused):
-                hint = "adapters for fused experts (target_parameters) are not supported: merge it with PEFT"
+                hint = "merge an adapter for fused experts (target_parameters) with PEFT"
             raise PlanError(message, hint=hint)
         remaining = [(spec.name, spec) for spec in base.values() if spec.name not in dropped]
         # If one layer fits only transposed, the model stores all layers transposed, including square ones.
@@ -223,7 +223,7 @@ class LoraMerge:
 
         Args:
             name, base, change: the tensor's name, spec and change.
-            layers_transposed: whether square linear weights are [in, out].
+            layers_transposed: whether square linear weights have the shape [in, out].
         """
         if change is None:
             return copy_recipe(0, base, name)
@@ -261,7 +261,7 @@ class LoraMerge:
                     f"the adapter's factors {list(b.shape)} @ {list(a.shape)} do not fit the shape {list(output.shape)}"
                 )
                 raise PlanError(message, tensor=name)
-            # A square weight fits in both orientations, so use the configuration or the other layers.
+            # A square weight fits in both orientations, so follow `layers_transposed`.
             if plain and transposed and not change.is_embedding:
                 # A head is never a Conv1D.
                 transposed = layers_transposed and name not in _HEADS.values()

@@ -1,6 +1,6 @@
 """Operations that merge several checkpoints of one model: `linear`, `slerp` and `ties`.
 
-Merges compute in FP32, round each step once, and finally round to the first source's dtype. They process tensors in
+Merges compute in FP32, round each step once, and finally round to the first source's dtype. Tensors are processed in
 blocks that stay in the CPU cache, so only the result needs a buffer of the size of a tensor.
 """
 
@@ -63,7 +63,7 @@ def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list
 
 
 def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
-    """Return a recipe that computes one output from a tensor of all sources, row by row or from whole tensors."""
+    """Return a recipe that computes an output from the same tensor of all sources, by rows or as a whole."""
     spec = specs[0]
     if not rows or not spec.shape:
         inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
@@ -250,7 +250,7 @@ class Slerp(_WholeMerge):
     t: float
 
     def __post_init__(self) -> None:
-        # This condition also rejects NaN.
+        # The negated condition also rejects NaN.
         if not 0 <= self.t <= 1:
             raise ConfigError(
                 f"slerp: t={self.t} is not in [0, 1]", hint="pass a number from 0 (first source) to 1 (second source)"
@@ -311,7 +311,7 @@ class Ties(_WholeMerge):
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
-            raise ConfigError(f"ties: density={self.density} is not above 0 and at most 1")
+            raise ConfigError(f"ties: density={self.density} must be above 0 and at most 1")
         _check_finite("ties", (*self.weights, self.scale))
 
     @property

@@ -88,7 +88,7 @@ class Attested(Protocol):
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """Raise IntegrityError if the result has an unexpected revision. An error prevents publication."""
+        """Raise IntegrityError if the result has an unexpected revision. In that case nothing is published."""
         ...
 
 
@@ -106,7 +106,7 @@ class StreamedOperation(Protocol):
     """
 
     def part_unit(self, recipe: Recipe) -> int:
-        """Return the number of elements of which part sizes must be a multiple, except for the last part.
+        """Return the unit of part sizes in elements. Every part except the last contains whole units.
 
         0 means that the recipe cannot be computed in parts.
         """
@@ -133,7 +133,7 @@ report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", defau
 def report_progress() -> None:
     """Report that the running operation makes progress, so that its task is not considered hung.
 
-    The call is cheap. It has no effect except in the thread in which `run` was called.
+    The call is cheap. Only calls in the thread in which `run` was called have an effect.
     """
     # Use a context variable instead of a global, because one process may run several workers, for example in tests.
     if (report := report_to.get()) is not None:
@@ -158,7 +158,7 @@ def all_of(source: int, spec: Spec) -> Input:
 
 
 def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
-    """Return a recipe that copies a tensor. The copy is called `name`, or the same as the tensor."""
+    """Return a recipe that copies a tensor. If `name` is set, the copy has this name."""
     output = spec if name is None else replace(spec, name=name)
     # Do not cut a tensor with packed elements whose rows end inside a byte.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
@@ -368,7 +368,7 @@ class Chain:
         """
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
-        # Parts of several recipes of the first operation cannot be computed in step.
+        # Only one recipe of the first operation can be computed in parts at a time.
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
@@ -394,7 +394,7 @@ class Chain:
         )
 
         def second_outputs(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-            """Return the second operation's outputs for elements from the first operation that begin at row `start`."""
+            """Run the second operation on elements from the first operation that begin at row `start`."""
             rows = flat.reshape(-1, *spec.shape[1:])
             between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:

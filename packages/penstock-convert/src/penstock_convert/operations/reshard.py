@@ -4,7 +4,7 @@ The input is one source for each rank, with the same names and shapes. The outpu
 checkpoint. `plan.tensor_parallel` defines the rule for each name.
 
 For example, a fused tensor of parts a and b, with [a0 a1|b0] on rank 0 and [a2 a3|b1] on rank 1, becomes
-[a0 a1 a2 a3|b0 b1]. One recipe has m outputs.
+[a0 a1 a2 a3|b0 b1]. Each tensor has one recipe with m outputs.
 """
 
 from __future__ import annotations
@@ -109,14 +109,13 @@ class Reshard(Unchanged):
         return Recipe(outputs=self._outputs(spec, spec.shape), inputs=inputs, num_rows=spec.shape[0])
 
     def _by_rows(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts by rows, with inputs in the order of output rank, part and source rank.
+        """Return a recipe that cuts by rows. Inputs are sorted by output rank, then by part, then by source rank.
 
         The last inputs are copies of heads in other sources, which are compared with the first copy.
         """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
-        # Numbers of different shares of each part in the sources and in the outputs. Several ranks may have the same
-        # share.
+        # Numbers of shares into which the sources and the outputs divide each part. Ranks may have equal shares.
         source_shares, output_shares = rule.num_shares(ranks), rule.num_shares(self.to)
         source_rows = [int(length / shares) for length, shares in zip(lengths, source_shares, strict=True)]
         output_rows = [int(length / shares) for length, shares in zip(lengths, output_shares, strict=True)]
@@ -179,7 +178,7 @@ class Reshard(Unchanged):
                 shares[(end - 1) // recipe.num_rows].append(tensor)
                 here[rank_input.source] = tensor
                 continue
-            # The closest earlier rank with used rows has the same head.
+            # The closest earlier rank whose rows were used has the same head.
             holder = max(source for source in here if source < rank_input.source)
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), here[holder].reshape(-1).view(torch.uint8)):
                 message = f"ranks {holder} and {rank_input.source} have the same head but with different bytes"

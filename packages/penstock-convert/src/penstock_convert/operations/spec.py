@@ -190,10 +190,10 @@ def is_operation(name: str) -> bool:
 def maker_of(name: str) -> Callable[..., Operation]:
     """Return the class or function that creates an operation. Raise ConfigError if no operation has this name."""
     if name not in _MAKERS:
-        hint = f"one of {', '.join(usages())}; see docs/convert/convert.md"
+        hint = f"use one of {', '.join(usages())}; see docs/convert/convert.md"
         # Show the most similar name first, because the usual cause is a typo and the list is long.
         if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MAKERS, n=1, cutoff=0.75):
-            hint = f"did you mean {near[0]!r}? It is {hint}"
+            hint = f"did you mean {near[0]!r}? Otherwise {hint}"
         raise ConfigError(f"unknown operation {name!r}", hint=hint)
     module, _, attribute = _MAKERS[name].partition(":")
     maker: Callable[..., Operation] = getattr(importlib.import_module(module), attribute)
@@ -343,7 +343,7 @@ def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
     for source in sources:
         for name, kind in _blocks(source).items():
             message = f"the source is a GGUF file that stores the tensor as {kind}, which other formats cannot express"
-            hint = "put `dequantise` first, or write GGUF: to='gguf'"
+            hint = "put `dequantise` first, or write a GGUF file with to='gguf'"
             raise PlanError(message, uri=source.uri, tensor=name, hint=hint)
 
 
@@ -513,7 +513,7 @@ def code_of(operation: Operation) -> str:
 class Function(Unchanged):
     """Applies a user's function of a tensor and its name to floating-point tensors.
 
-    The function returns a tensor with the same shape and dtype. It may have these attributes:
+    The function returns a tensor with the same shape and dtype. The function may have these attributes:
 
     - `rows = True`: the function may be called with some rows of a tensor.
     - `names`: the function is called only for tensors whose names contain this pattern.
@@ -543,11 +543,13 @@ class Function(Unchanged):
             if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
                 why = "is stored quantised, and has no meaning without its scales"
                 if quantised in stored.plain:
-                    why = "has FP8 values, but functions are only called with larger floats"
+                    why = "has FP8 values, but functions are only called with wider floats"
                 message = f"{self.path}: the tensor {why}"
                 function = self.path.rpartition(":")[2]
                 hint = "put `dequantise` before"
-                hint += f", choose others by {function}.names, or set {function}.raw = True to get floats as stored"
+                hint += (
+                    f", select others with {function}.names, or set {function}.raw = True to receive floats as stored"
+                )
                 raise PlanError(message, tensor=quantised, hint=hint)
         recipes = []
         for spec in specs:

@@ -409,7 +409,7 @@ def _layout(
 
 
 def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None) -> StoredFormat | str:
-    """Return the layout of codes that have the name of the weight. See `_layout` for other results."""
+    """Return the layout of codes that have the weight's own name, with the same results as `_layout`."""
     dtype, shape = specs[name]
     # torchao stores `a.weight` as `a._weight_qdata` and `a._weight_scale`.
     is_torchao = _TORCHAO.search(name) is not None

@@ -1,4 +1,4 @@
-"""Scheduler of a conversion. It assigns tasks by expected finish times, and reassigns or duplicates tasks near the end.
+"""Scheduler of a conversion. Tasks are assigned by expected finish times, and reassigned or duplicated near the end.
 
 A worker that requests tasks receives the first available task in this list:
 
@@ -54,7 +54,7 @@ class _SharedCache:
 
 @dataclass(slots=True, kw_only=True)
 class _ScheduledWorker:
-    """Record of one worker. `Placement` has further values of the worker in lists, at `index`."""
+    """Record of one worker. Lists in `Placement` contain further values of the worker, at `index`."""
 
     index: int
     tasks: dict[int, None] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Placement:
         tasks: list[int] = []
         revoked: list[tuple[str, int]] = []
         while len(me.tasks) < self._depth:
-            # Prefer tasks whose input is cached on this host, because they do not read from storage.
+            # Prefer tasks whose input is in the worker's cache, because these tasks do not read from storage.
             task = next(iter(me.place.tasks), None)
             if task is None:
                 task = self._take_common()

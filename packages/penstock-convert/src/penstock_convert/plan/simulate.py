@@ -14,7 +14,7 @@ NUM_BINS = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Time in seconds for which a stage was busy on its busiest member. Stages may overlap in time."""
+    """Busy time of a stage in seconds, on the member where the stage was busiest. Stages may overlap in time."""
 
     name: str
     member: str

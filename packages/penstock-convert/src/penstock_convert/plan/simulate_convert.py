@@ -36,7 +36,7 @@ class _SimulatedWorker:
         pace: seconds per byte to fetch, place and compute input, and to send output.
         free: time at which each stage becomes free.
         busy: total busy time of each stage in seconds.
-        queue: assigned tasks, with the time at which each was assigned.
+        queue: assigned tasks, with the time at which each task was assigned.
     """
 
     pace: tuple[float, float, float, float]
@@ -118,7 +118,7 @@ class _ConversionEvents:
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
         cluster = self.cluster
         # A worker's storage rate is limited by its shares of the storage, of the node's link and of the host's memory,
-        # and by its own process.
+        # and by the speed of the worker's process.
         shares = [
             cluster.storage_gb_per_s / cluster.num_gpus,
             cluster.node_storage_gb_per_s / cluster.gpus_per_node,
@@ -225,7 +225,7 @@ class _ConversionEvents:
         self._feed(name)
 
     def prediction(self) -> Prediction:
-        """Return the result. Call it after `go`."""
+        """Return the result. Call `go` first."""
         cluster, count, total_s = self.cluster, len(self.workers), self.now
         names = list(self.workers)
         busy = np.array([each.busy for each in self.workers.values()])

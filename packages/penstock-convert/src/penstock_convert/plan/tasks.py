@@ -75,7 +75,7 @@ class Input:
     at: int | None = 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of whole tensor rows that contains the bytes that these recipe rows read."""
+        """Return the byte range of the tensor rows that these recipe rows read, including unread columns."""
         box = self.taken(start, stop)
         first, last = (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
         row_bits = math.prod(self.spec.shape[1:]) * self.spec.dtype.bits
@@ -136,7 +136,7 @@ class Recipe:
     """A group of outputs that are computed in one call, and the inputs of these outputs.
 
     Attributes:
-        align: number of rows of which a task processes a multiple. 0 means that one task processes all `num_rows` rows.
+        align: unit in rows. Every task processes whole units. 0 means that one task processes all `num_rows` rows.
         copies: whether the output equals its only input. Copies also support dtypes without arithmetic.
     """
 
@@ -280,7 +280,7 @@ class _Extents:
     """Inputs or outputs of all recipes as columns, to compute the bytes that rows of a recipe read or write.
 
     Rows `[a, b)` of a recipe correspond to rows `(a - at) / per` to `(b - at) / per`, rounded outward, among the
-    `num_rows` tensor rows from row `first`. If `is_all` is set, they correspond to all of these tensor rows.
+    `num_rows` tensor rows from row `first`. If `is_all` is set, any rows correspond to all of these tensor rows.
     """
 
     def __init__(self, counts: Sequence[int], columns: Sequence[tuple[int, ...]]) -> None:

@@ -33,7 +33,7 @@ class SourceTests:
         """Return a new source with exactly `data`. The suite closes it."""
         raise NotImplementedError("implement make() to return the source under test")
 
-    def test_source_reports_its_size_and_uri(self) -> None:
+    def test_source_reports_correct_size_and_uri(self) -> None:
         """Check that `nbytes` is the size and `uri` is not empty."""
         with closing(self.make(sample(1000))) as source:
             assert source.nbytes == 1000
