@@ -64,7 +64,7 @@ def test_endless_listing_error_names_limit(
     endless: Server, uri: str, name: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, name, limit)
-    with pytest.raises(FormatError, match=f"at most {limit:,}"):
+    with pytest.raises(FormatError, match=f"more than {limit:,}"):
         found(endless, uri)
     assert len(endless.seen) < 20
 
