@@ -318,7 +318,7 @@ def _reads(
         return act
 
     def raw_http(url: str, kind: str, ranges: list[tuple[str, int, int]]) -> Act:
-        from penstock.storage.objects import FETCH_THREADS
+        from penstock.config import REMOTE_FETCH_THREADS as FETCH_THREADS
 
         def fetch(some: list[tuple[str, int, int]], at: int) -> None:
             connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)

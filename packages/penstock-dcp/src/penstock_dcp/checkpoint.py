@@ -26,13 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.config import Settings
+from penstock.config import REMOTE_FETCH_THREADS, Settings
 from penstock.digest import leaf
 from penstock.errors import FormatError, NotFound, SourceTruncated
 from penstock.loader.tensor import dtype_of, torch_dtype, torch_shape
 from penstock.storage import Source, is_remote, open_source, read_small
 from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, display, texts_of
-from penstock.storage.objects import FETCH_THREADS
 from penstock.storage.safetensors import Header, clip
 from penstock.storage.weight_set import Uri, WeightSet, open_weights
 from penstock.types import MIB, DType, FileEntry, Manifest, TensorTable
@@ -352,7 +351,7 @@ class DistcpCheckpoint:
             for name in new:
                 self._add(name, open_one(name))
             return
-        with Threads(min(FETCH_THREADS, len(new)), thread_name_prefix="penstock-open") as pool:
+        with Threads(min(REMOTE_FETCH_THREADS, len(new)), thread_name_prefix="penstock-open") as pool:
             jobs = [pool.submit(open_one, name) for name in new]
             # Add every opened file, so that `close` closes it even if opening another file failed.
             for name, job in zip(new, jobs, strict=True):
@@ -518,7 +517,7 @@ class _Probe:
             merged.append((file, start, stop))
         self._starts = {file: ([], []) for file, _, _ in merged}  # type: dict[int, tuple[list[int], list[bytes]]]
         if any(is_remote(source.uri) for source in sources) and len(merged) > 1:
-            with Threads(settings.fetch_threads or FETCH_THREADS, "penstock-probe") as pool:
+            with Threads(settings.fetch_threads or REMOTE_FETCH_THREADS, "penstock-probe") as pool:
                 data = list(pool.map(lambda each: self._fetch(*each), merged))
         else:
             data = [self._fetch(*each) for each in merged]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from penstock.entry_points import extras_named
+from penstock.lifecycle import paused_gc
 
 PUBLIC = {
     "Box": "penstock.types",
@@ -256,7 +257,8 @@ def lazily(
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
         place, _, there = table[name].partition(":")
         # Modules import torch when they are loaded, so a missing package is reported here for all verbs.
-        with extras_named():
+        # A full collection of the garbage of a process with torch takes 40 to 80 ms, and imports cause one.
+        with extras_named(), paused_gc():
             return getattr(importlib.import_module(place), there or name)
 
     return resolve

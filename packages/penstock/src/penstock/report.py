@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import html
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -66,6 +65,9 @@ def plain(value: Any) -> Any:
 
 def pre(text: str) -> str:
     """Return a text as escaped HTML that keeps its lines."""
+    # Only notebooks need this module.
+    import html
+
     return f"<pre>{html.escape(text)}</pre>"
 
 

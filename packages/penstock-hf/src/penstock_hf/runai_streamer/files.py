@@ -33,7 +33,7 @@ RUNAI_STREAMER_MAX_PADS_PER_BUFFER_ENV_VAR_NAME = "RUNAI_STREAMER_MAX_PADS_PER_B
 """Names that code for the original package imports. The last two have no effect, because there is no ring buffer."""
 
 _THREADS = 16
-"""Number of reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
+"""Number of reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `config.REMOTE_FETCH_THREADS`."""
 
 
 class FileChunks:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from penstock import interrupts, lifecycle
-from penstock.config import Settings
+from penstock.config import REMOTE_FETCH_THREADS, Settings
 from penstock.engine.place import place_on, registrar_of
 from penstock.engine.trace import Trace
 from penstock.errors import ConfigError, MissingExtra, NotFound, PenstockError, PlanError, SourceError, also
@@ -34,7 +34,6 @@ from penstock.storage import Source, is_remote, local_path, open_source, text_of
 from penstock.storage.files import FileSource
 from penstock.storage.mapped import MappedFile
 from penstock.storage.network_files import NetworkFile, network_file_system
-from penstock.storage.objects import FETCH_THREADS
 from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
 
@@ -488,7 +487,7 @@ def _open_source(path: str, settings: Settings, storage_options: Mapping[str, st
     source = open_source(path, settings=settings, storage_options=storage_options)
     if not is_remote(source.uri):
         return source
-    return ReadAhead(source, settings, num_reads=settings.fetch_threads or FETCH_THREADS)
+    return ReadAhead(source, settings, num_reads=settings.fetch_threads or REMOTE_FETCH_THREADS)
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:

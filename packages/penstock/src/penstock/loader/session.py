@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock import interrupts, lifecycle
-from penstock.config import ReadSettings, Settings
+from penstock.config import REMOTE_FETCH_THREADS, ReadSettings, Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Destination, registrar_of
@@ -35,7 +35,6 @@ from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring, refusal
 from penstock.storage.locate import texts_of
 from penstock.storage.manifest import leaves_of
-from penstock.storage.objects import FETCH_THREADS as REMOTE_FETCH_THREADS
 from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, nothing_to_verify, open_weights
 from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
 from penstock.waits import start_thread

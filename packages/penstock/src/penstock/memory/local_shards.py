@@ -16,11 +16,17 @@ Runs = list[tuple[int, int]]
 """Index ranges `[start, stop)` of one dim on a rank, in memory order."""
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
+def is_sharded(value: object) -> bool:
+    """Return whether a value is a DTensor."""
     # No DTensor can exist before torch's module, which is slow to import, has been imported.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor. Return other tensors unchanged."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor") if is_sharded(tensor) else tensor  # noqa: B009
+    return local
 
 
 def local_parts(name: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:

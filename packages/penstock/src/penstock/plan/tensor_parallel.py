@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import require_type
 from penstock.errors import ConfigError, PlanError
 from penstock.types import Box
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 RULES: tuple[tuple[str, str], ...] = (
     (r"(norm|rotary|inv_freq|router|\.gate\.|(?<!\.w13)_bias$|q_a_proj|kv_a_proj|g_idx)", "replicate"),
@@ -79,6 +81,8 @@ class SplitRule:
 
     def lengths(self, size: int, num_ranks: int) -> tuple[Fraction, ...]:
         """Return the length of each whole part along `dim`, computed from the size that one of the ranks holds."""
+        from fractions import Fraction
+
         held = sum(Fraction(part, shares) for part, shares in zip(self.parts, self.num_shares(num_ranks), strict=True))
         return tuple(part * Fraction(size) / held for part in self.parts)
 

@@ -7,9 +7,6 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, IntegrityError
@@ -202,6 +199,11 @@ def _column(raw: bytes, num_rows: int, name: str, uri: str) -> I64:
 
 def sign(raw: bytes, private_key_pem: bytes) -> bytes:
     """Return the detached Ed25519 signature (64 bytes) of a manifest. Raises ConfigError for an invalid key."""
+    # Importing cryptography takes 30 ms, and most loads check no signature.
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     try:
         key = load_pem_private_key(private_key_pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -215,6 +217,10 @@ def sign(raw: bytes, private_key_pem: bytes) -> bytes:
 
 def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None:
     """Raise IntegrityError unless the signature matches the manifest and the key, or ConfigError for an invalid key."""
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
     hint = "export the public key with: openssl pkey -in KEY -pubout"
     try:
         key = load_pem_public_key(public_key_pem)

@@ -39,13 +39,6 @@ from penstock.types import MIB
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-FETCH_THREADS = 16
-"""Default number of threads that read one remote checkpoint.
-
-A request waits 20-200 ms for its first byte, and one connection to S3 carries 85-90 MB/s. Source: AWS, "Performance
-guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
-"""
-
 # Minimum size of the pieces that obstore returns, because each piece acquires the GIL.
 _PIECE_BYTES = MIB
 

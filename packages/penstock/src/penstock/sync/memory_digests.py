@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.sync.digester import digests_of
+from penstock.sync.shards import Declarable, declared
 from penstock.transport.protocol import Memory
-
-if TYPE_CHECKING:
-    from penstock.sync.shards import Declarable
 
 
 class MemoryDigests:
@@ -30,9 +27,6 @@ class MemoryDigests:
         """Compute the digests of a subscriber's target."""
         if isinstance(target, torch.nn.Module):
             return cls(tensor for _, tensor in named_tensors(target))
-        # Import torch's distributed tensors only here, because the import takes a second and a module does not need it.
-        from penstock.sync.shards import declared
-
         return cls(row.tensor for row in declared(target))
 
     def is_same(self) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.memory.local_shards import is_sharded, local_tensor
 from penstock.sync.shards import Declarable, Shard
 
 # Use the methods of the base class, because a tensor subclass may intercept each call in Python.
@@ -48,7 +48,9 @@ class Placed:
         self._sizes = list(map(len, self._filled))
         self._keys, self._objects = list(self._names_now()), list(self._objects_now())
         # The tensors in DTensors and lists of shards may also be replaced.
-        self._composites = [value for value in self._objects if isinstance(value, DTensor | Shard | list | tuple)]
+        self._composites = [
+            value for value in self._objects if is_sharded(value) or isinstance(value, Shard | list | tuple)
+        ]
         self._parts = [part for value in self._composites for part in _parts(value)]
         named = [(name, tensor) for name, tensor in _named(source) if _has_memory(tensor)]
         self._names = [name for name, _ in named]
@@ -107,7 +109,7 @@ def _named(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(source, torch.nn.Module):
         for members in (source.named_parameters, source.named_buffers):
             for name, tensor in members(remove_duplicate=False):
-                yield name, _local(tensor)
+                yield name, local_tensor(tensor)
         return
     for name, value in source.items():
         for part in _parts(value):
@@ -116,16 +118,12 @@ def _named(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _parts(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield _local(value)
+        yield local_tensor(value)
     elif isinstance(value, Shard):
         yield from _parts(value.tensor)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _parts(part)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

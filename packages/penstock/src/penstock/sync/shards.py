@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.arguments import require_type
 from penstock.errors import PlanError
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
-from penstock.memory.local_shards import local_parts
+from penstock.memory.local_shards import is_sharded, local_parts, local_tensor
 from penstock.memory.rehome import rehome
 from penstock.memory.targets import require_initialised, require_stored
 from penstock.peer.local_weights import place_rows
@@ -180,7 +179,7 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
             parts = [value] if isinstance(value, torch.Tensor | Shard) else value
             for number, part in enumerate(parts):
                 named[f"{name} {number}"] = part.tensor if isinstance(part, Shard) else part
-    local = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
+    local = {name: local_tensor(tensor) for name, tensor in named.items()}
     rehome(local, is_remappable=is_remappable)
     if isinstance(params, torch.nn.Module):
         # FSDP2 updates its references to the shards' memory only in `_apply`, so apply the identity.
@@ -224,7 +223,7 @@ def _rows(name: str, value: Declarable) -> Iterator[ShardRow]:
         require_type(f"{name!r}", value, (list, tuple), _DECLARABLE)
         for shard in value:
             yield from _rows(name, shard)
-    elif isinstance(value, DTensor):
+    elif is_sharded(value):
         for box, part in local_parts(name, value):
             yield row_of(name, part, value.shape, box.start)
     else:

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.config import asks_for_metrics
 from penstock.errors import Cancelled, IntegrityError, PenstockError, sendable
-from penstock.telemetry.endpoint import start_configured
 from penstock.telemetry.metrics import Attribute, Ended, Outcome, Received, Registry, recording
 
 if TYPE_CHECKING:
@@ -82,7 +82,11 @@ class Journey:
 
         Raise ConfigError or MissingExtra if the configured metrics cannot be served.
         """
-        start_configured()
+        if asks_for_metrics():
+            # Import the HTTP server only for a process that serves metrics.
+            from penstock.telemetry.endpoint import start_configured
+
+            start_configured()
         self._begun = time.perf_counter()
         self._registry = recording()
         if self._registry is not None:

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from penstock.entry_points import install_hint, own_version
 from penstock.errors import MissingExtra
-from penstock.http.range_request import retried_requests
-from penstock.http.region_server import served_bytes
-from penstock.storage.cache import cache_totals
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -361,6 +358,11 @@ class Registry:
 
 def _process_samples() -> Iterator[Sample]:
     """Yield the counters of storage and transports, which are global in a process."""
+    # Import these modules at a scrape, because a process without metrics may need no HTTP client, server or cache.
+    from penstock.http.range_request import retried_requests
+    from penstock.http.region_server import served_bytes
+    from penstock.storage.cache import cache_totals
+
     yield "penstock_served_bytes", (), served_bytes.value
     yield "penstock_storage_retries", (), retried_requests.value
     totals = cache_totals()

@@ -1,0 +1,96 @@
+"""The modules that a verb imports at its first use, in addition to torch and numpy. Each module delays the first byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+_NAMES = """
+arguments config descriptors entry_points errors exports interrupts lifecycle logs phases report segments types
+waits
+cuda cuda.driver cuda.events cuda.kernel_cache cuda.pack
+digest digest.cuda digest.leaf digest.strip digest.xxh3_constants
+engine engine.check engine.fetch_ring engine.place engine.run engine.threads engine.trace
+loader loader.boxes loader.load loader.progress loader.regions loader.report loader.run loader.session
+loader.tensor
+memory memory.staging
+plan plan.layout plan.schedule plan.tensor_parallel
+storage storage.files storage.foreign_json storage.gguf storage.headers storage.io_uring storage.local
+storage.locate storage.manifest storage.mapped storage.safetensors storage.small_files storage.source
+storage.weight_set storage.write
+telemetry telemetry.journey telemetry.metrics
+"""
+FOR_LOAD = frozenset(f"penstock.{name}" for name in _NAMES.split())
+"""The modules of Penstock that load local files. A module that is not needed for that should be imported later."""
+
+PACKAGES = {"penstock", "msgspec", "blake3", "xxhash", "numpy"}
+"""The packages that `load` imports. numpy imports `numpy.typing`."""
+SMALL = {"_decimal", "decimal", "hmac", "resource", "secrets", "shlex"}
+"""The modules of the standard library that `load` imports and torch does not."""
+
+SLOW = (
+    "asyncio",
+    "cryptography",
+    "email",
+    "importlib.metadata",
+    "obstore",
+    "prometheus_client",
+    "ssl",
+    "sympy",
+    "torch.distributed.tensor",
+    "triton",
+    "unittest.mock",
+)
+"""Modules that take 5 ms to a second to import."""
+
+PROGRAM = """
+import json, sys
+import torch, numpy
+before = set(sys.modules)
+import penstock as ps
+{use}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def imported_by(use: str, *argv: str) -> set[str]:
+    """Return the modules that a new process imports for some lines, after torch and numpy."""
+    command = [sys.executable, "-c", PROGRAM.format(use=use), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_loading_local_files_imports_listed_modules_only(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    new = imported_by("ps.load(sys.argv[1])", str(tmp_path))
+    ours = {name for name in new if name.startswith("penstock.")}
+    assert ours <= FOR_LOAD, sorted(ours - FOR_LOAD)
+    packages = {name.partition(".")[0] for name in new} - PACKAGES - SMALL
+    assert not packages
+
+
+def test_list_of_imported_modules_has_no_stale_entry(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    assert imported_by("ps.load(sys.argv[1])", str(tmp_path)) >= FOR_LOAD
+
+
+@pytest.mark.parametrize("verb", ["load", "load_into", "stream", "safe_open", "inspect", "verify", "convert"])
+def test_local_verb_imports_no_slow_module(verb: str) -> None:
+    assert not imported_by(f"ps.{verb}") & set(SLOW)
+
+
+@pytest.mark.parametrize("verb", ["publisher", "subscriber", "join"])
+def test_fleet_verb_imports_no_distributed_tensors(verb: str) -> None:
+    new = imported_by(f"ps.{verb}")
+    assert not new & {"asyncio", "email", "obstore", "sympy", "torch.distributed.tensor", "triton", "unittest.mock"}
+
+
+def test_garbage_collection_is_enabled_after_import() -> None:
+    assert imported_by("ps.load\nimport gc\nassert gc.isenabled()")
+    assert imported_by("import gc\ngc.disable()\nps.load\nassert not gc.isenabled()")
