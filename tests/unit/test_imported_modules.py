@@ -1,4 +1,4 @@
-"""The modules that a verb imports at its first use, in addition to torch and numpy. Each module delays the first byte."""
+"""The modules that a verb imports at its first use, beyond torch and numpy. Each module delays the first byte."""
 
 from __future__ import annotations
 

@@ -14,20 +14,20 @@ pytest.importorskip("torch")
 import torch
 
 from penstock.cuda import kernel_cache
-from penstock.cuda.kernel_cache import Launch, launch
+from penstock.cuda.kernel_cache import Launch
 from penstock.errors import MissingExtra
 
 
 def test_empty_grid_skips_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    launch("penstock.cuda.pack_triton", "copy_tiles", 0, (torch.zeros(1),), {})
+    Launch("penstock.cuda.pack_triton", "copy_tiles", 0, (torch.zeros(1),), {}).run()
 
 
 def test_missing_triton_raises_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "penstock.cuda.pack_triton", raising=False)
     with pytest.raises(MissingExtra, match="need Triton"):
-        launch("penstock.cuda.pack_triton", "copy_tiles", 1, (torch.zeros(1),), {})
+        Launch("penstock.cuda.pack_triton", "copy_tiles", 1, (torch.zeros(1),), {}).run()
 
 
 class OnDevice(torch.Tensor):

@@ -54,19 +54,6 @@ class _StoredKernel(msgspec.Struct, frozen=True):
     cubin: bytes
 
 
-def launch(
-    module: str,
-    name: str,
-    num_programs: int,
-    arguments: Sequence[torch.Tensor | int],
-    constants: Mapping[str, int | str],
-    *,
-    num_warps: int = 4,
-) -> None:
-    """Queue a kernel once on the current stream of its first argument's device; see `Launch`."""
-    Launch(module, name, num_programs, arguments, constants, num_warps=num_warps).run()
-
-
 class Launch:
     """A kernel launch that can be queued again each time its memory is refilled. The launch keeps its tensors alive.
 

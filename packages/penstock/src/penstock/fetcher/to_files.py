@@ -187,7 +187,6 @@ class _MappedFiles(PlacedTarget):
         self._output.publish(target, {Path(sidecar_uri(str(target))).name: manifest}, replace=replace)
 
     def close(self) -> None:
-        """Remove the files if they were not published. Idempotent."""
         if self._output is not None:
             self._output.close()
         shutil.rmtree(self._directory, ignore_errors=True)

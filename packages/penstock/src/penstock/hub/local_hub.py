@@ -339,7 +339,6 @@ def _seed(directory: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a small private file atomically."""
     # A reader must never find an empty file, because an empty `generation` means number 0. Processes in different PID
     # namespaces may have the same PID, so the temporary name is random.
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")

@@ -346,7 +346,6 @@ class RedisStore:
         self._client.close()
 
     def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call Redis and map its errors to Penstock's."""
         # Clients retry every request and some requests have a deadline, so do not retry here.
         try:
             return call(*args, **kwargs)

@@ -401,7 +401,6 @@ class _Read:
             self._buffer = None
 
     def _packed(self, buffer: StagingBuffer) -> Sequence[Segment]:
-        """Return the read's segments, each contiguous in the buffer."""
         segments = self._run.segments(self.priority)
         return pack(buffer.array, segments) if segments[0].rows > 1 else segments
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.cuda.kernel_cache import device_context, launch
+from penstock.cuda.kernel_cache import Launch, device_context
 from penstock.errors import PlanError
 from penstock.transform.formats import WHOLE, Format, outputs
 from penstock.transform.quantize import dtype_of, quantise, whole_scale
@@ -262,4 +262,5 @@ def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Laun
 def _launch(name: str, group: _LaunchTiles, *, num_warps: int = 4, **constants: int | str) -> None:
     arguments = group.table, group.num_matrices, _COLUMNS * group.num_matrices
     constants |= {"SOURCE": str(group.key.dtype), "WIDE": group.key.wide}
-    launch("penstock.transform.quantize_triton", name, group.num_tiles, arguments, constants, num_warps=num_warps)
+    module = "penstock.transform.quantize_triton"
+    Launch(module, name, group.num_tiles, arguments, constants, num_warps=num_warps).run()

@@ -418,7 +418,6 @@ class Reader:
 
     @contextlib.contextmanager
     def _connected(self, job: NixlPost) -> Iterator[_Remote]:
-        """Yield the connected peer."""
         name = job.source.endpoint
         with self._lock:
             # Agents are replaced, and each needs its registration.
