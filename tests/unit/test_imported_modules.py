@@ -21,7 +21,7 @@ loader loader.boxes loader.load loader.progress loader.regions loader.report loa
 loader.tensor
 memory memory.staging
 plan plan.layout plan.schedule plan.tensor_parallel
-storage storage.files storage.foreign_json storage.gguf storage.headers storage.io_uring storage.local
+storage storage.files storage.foreign_json storage.headers storage.io_uring storage.local
 storage.locate storage.manifest storage.mapped storage.safetensors storage.small_files storage.source
 storage.weight_set storage.write
 telemetry telemetry.journey telemetry.metrics

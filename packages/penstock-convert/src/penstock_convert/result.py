@@ -41,7 +41,8 @@ from penstock.storage import is_remote, local_path, read_small
 from penstock.storage.file_names import file_names
 from penstock.storage.files import FileSource
 from penstock.storage.foreign_json import read_object, write_object
-from penstock.storage.headers import gguf_header
+from penstock.storage.gguf import GgufHeader
+from penstock.storage.headers import read_header
 from penstock.storage.locate import SIDECAR, display
 from penstock.storage.manifest import decode, encode
 from penstock.storage.output import Content, OutputSet
@@ -393,7 +394,8 @@ def output_of(job: ConversionJob, sources: Sequence[WeightSet], directory: Path)
     if groups != ("",):
         raise ConfigError(f"{job.operation.name} creates several weight sets, but a GGUF file can hold only one")
     # Read the header again for its tokenizer. In a split model, the first file has the metadata of all files.
-    source = gguf_header(sources[0].sources[0]) if sources[0].sources else None
+    header = read_header(sources[0].sources[0]) if sources[0].sources else None
+    source = header if isinstance(header, GgufHeader) else None
     return OutputSet(directory, table, body_nbytes, groups=groups, gguf_header=stored.header(table, source))
 
 

@@ -19,16 +19,10 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import FormatError, SourceTruncated
+from penstock.storage.headers import GUESS_BYTES, MAGIC
 from penstock.storage.safetensors import MAX_HEADER_BYTES, MAX_METADATA_KEYS, MAX_TENSORS, Header, clip, table_nbytes
 from penstock.storage.source import Source
 from penstock.types import MIB, DType, Manifest, TensorTable
-
-MAGIC = b"GGUF"
-SUFFIX = ".gguf"
-
-GUESS_BYTES = MIB
-"""Bytes of the first read from a file, enough for a header without a large tokenizer. The header of Llama 3 has 7.8 MB.
-Each further read is four times as long as the bytes read so far."""
 
 TYPES = "GGUF.types"
 """Key in the metadata of a `FileEntry` for the types of its quantised tensors, as a JSON object from name to type."""

@@ -6,9 +6,16 @@ import shlex
 from collections.abc import Sequence
 
 from penstock.errors import FormatError, UnsafeFormat
-from penstock.storage import gguf, safetensors
+from penstock.storage import safetensors
 from penstock.storage.safetensors import Header
 from penstock.storage.source import Source
+from penstock.types import MIB
+
+GGUF_SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+GUESS_BYTES = MIB
+"""Bytes of the first read from a file, enough for a header without a large tokenizer. The header of Llama 3 has 7.8 MB.
+Each further read is four times as long as the bytes read so far."""
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Other files with these suffixes, written by transformers' Trainer and accelerate.
@@ -26,20 +33,16 @@ _CONVERT = (
 """Program that converts pickled weights. It clones tensors, because safetensors refuses tensors that share memory."""
 
 
-def gguf_header(source: Source) -> gguf.GgufHeader | None:
-    """Return the header of a GGUF file, or None for another format. Raises the same errors as `read_header`."""
-    header = read_header(source)
-    return header if isinstance(header, gguf.GgufHeader) else None
-
-
 def read_header(source: Source) -> Header:
     """Read and check a safetensors or GGUF header. Raises FormatError, UnsafeFormat (a pickle) or SourceTruncated."""
-    is_named = source.uri.partition("?")[0].endswith(gguf.SUFFIX)
-    first = bytearray(min(gguf.GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
+    is_named = source.uri.partition("?")[0].endswith(GGUF_SUFFIX)
+    first = bytearray(min(GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
     if first:
         source.readv(0, [memoryview(first)])
     # Files in a cache have no suffix. Read as the length of a safetensors header, these bytes exceed the limit.
-    if first.startswith(gguf.MAGIC):
+    if first.startswith(MAGIC):
+        from penstock.storage import gguf
+
         return gguf.read_header(source, first)
     if is_named:
         raise FormatError("not a GGUF file: it does not begin with 'GGUF'", uri=source.uri)

@@ -27,14 +27,13 @@ from penstock.storage import (
     registered_schemes,
     text_of,
 )
-from penstock.storage.headers import is_pickled_name, pickle_refusal
+from penstock.storage.headers import GGUF_SUFFIX, is_pickled_name, pickle_refusal
 from penstock.storage.safetensors import parse_index
 from penstock.waits import Threads
 
 SIDECAR = "penstock.manifest"
 """Name of the manifest in a directory. The manifest of a single file is `<file>.penstock.manifest`."""
 SUFFIX = ".safetensors"
-GGUF_SUFFIX = ".gguf"
 INDEX_SUFFIX = ".safetensors.index.json"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?")
 """A Hugging Face name: owner and repository, optionally with a revision."""

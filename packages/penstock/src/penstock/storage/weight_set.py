@@ -21,7 +21,7 @@ from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
 from penstock.lifecycle import Closeable
-from penstock.storage import Digested, Source, gguf, is_remote, open_source, read_small, timed
+from penstock.storage import Digested, Source, is_remote, open_source, read_small, timed
 from penstock.storage.headers import read_header
 from penstock.storage.locate import (
     Location,
@@ -140,7 +140,11 @@ def open_weights(
         files = [file for file in files if file[0] in needed]
     opened, raw = _open_all(place, files, settings, storage_options, rename)
     try:
-        gguf.check_parts([(shard.name, shard.header) for shard in opened], place.uri)
+        # Only GGUF files have a different class of header.
+        if any(type(shard.header) is not Header for shard in opened):
+            from penstock.storage import gguf
+
+            gguf.check_parts([(shard.name, shard.header) for shard in opened], place.uri)
         table = _join(_resolve_duplicates(opened, place.weight_map), [shard.name for shard in opened], place.uri)
         if place.weight_map is not None:
             _check_index(table, [shard.name for shard in opened], place.weight_map, wanted, str(place.index_uri))
