@@ -22,8 +22,8 @@ import safetensors
 
 from penstock.errors import FormatError, PenstockError
 from penstock.storage import MemorySource, headers, manifest
-from penstock.storage.gguf import MAGIC as GGUF
 from penstock.storage.gguf import GgufHeader
+from penstock.storage.headers import MAGIC as GGUF
 from penstock.storage.safetensors import parse_index, read_header
 from penstock_convert.operations.gguf_header import Info, encode_header, number_field, text_field
 

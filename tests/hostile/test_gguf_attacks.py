@@ -23,8 +23,8 @@ from tests.support import gguf_file
 import penstock
 from penstock.errors import FormatError, NotFound, PenstockError, SourceTruncated
 from penstock.storage import MemorySource
-from penstock.storage.gguf import MAGIC, GgufHeader
-from penstock.storage.headers import read_header
+from penstock.storage.gguf import GgufHeader
+from penstock.storage.headers import MAGIC, read_header
 
 U8, U16, I32, U32, BOOL, STRING, ARRAY = 0, 2, 5, 4, 7, 8, 9
 BIG = 2**64 - 1

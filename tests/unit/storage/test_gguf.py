@@ -16,8 +16,8 @@ from tests.support import gguf_file
 from penstock.config import Settings
 from penstock.errors import FormatError
 from penstock.storage import MemorySource
-from penstock.storage.gguf import BLOCK_TYPES, GUESS_BYTES, PLAIN, TYPES, GgufHeader, blocks_of
-from penstock.storage.headers import read_header
+from penstock.storage.gguf import BLOCK_TYPES, PLAIN, TYPES, GgufHeader, blocks_of
+from penstock.storage.headers import GUESS_BYTES, read_header
 from penstock.storage.weight_set import open_weights
 from penstock.types import DType
 

@@ -6,7 +6,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.storage.gguf import ALIGNMENT, MAGIC
+from penstock.storage.gguf import ALIGNMENT
+from penstock.storage.headers import MAGIC
 
 _VERSION = 3
 # Numbers that stand for the value types in the metadata.

@@ -23,9 +23,9 @@ from penstock.logs import log_named
 from penstock.report import bytes_text
 from penstock.storage.file_names import STEM, index_name, names_of
 from penstock.storage.files import FileSource
-from penstock.storage.headers import read_header
+from penstock.storage.headers import GGUF_SUFFIX, read_header
 from penstock.storage.local import exchange, is_in_memory, reserve
-from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
+from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.manifest import decode
 from penstock.storage.place import STAMP, OutputPlace, fill, foreign, locked, unlock
 from penstock.storage.safetensors import encode_header, parse_header

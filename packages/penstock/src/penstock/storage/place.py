@@ -24,8 +24,9 @@ import msgspec
 from penstock.errors import MALFORMED, ConfigError, DestinationError, FormatError, IntegrityError, NotFound, SourceError
 from penstock.lifecycle import Closeable, release_after_fork
 from penstock.storage import is_remote, list_uris, local_path, text_of
+from penstock.storage.headers import GGUF_SUFFIX
 from penstock.storage.local import read_bounded
-from penstock.storage.locate import GGUF_SUFFIX, INDEX_SUFFIX, SIDECAR, SUFFIX
+from penstock.storage.locate import INDEX_SUFFIX, SIDECAR, SUFFIX
 from penstock.storage.manifest import decode
 from penstock.storage.source import MAX_SMALL_BYTES
 from penstock.storage.write import remove_empty, short_name, typed
