@@ -19,7 +19,6 @@ import numpy as np
 from blake3 import blake3
 
 from penstock.errors import FormatError, SourceTruncated
-from penstock.storage.headers import GUESS_BYTES, MAGIC
 from penstock.storage.safetensors import MAX_HEADER_BYTES, MAX_METADATA_KEYS, MAX_TENSORS, Header, clip, table_nbytes
 from penstock.storage.source import Source
 from penstock.types import MIB, DType, Manifest, TensorTable
@@ -173,7 +172,7 @@ class _Reader:
             )
         if stop > MAX_HEADER_BYTES:
             raise FormatError(f"the header has more than {MAX_HEADER_BYTES} bytes", uri=self.uri)
-        target = min(max(stop, 4 * len(self.data), GUESS_BYTES), self.nbytes, MAX_HEADER_BYTES)
+        target = min(max(stop, 4 * len(self.data), MIB), self.nbytes, MAX_HEADER_BYTES)
         more = bytearray(target - len(self.data))
         self._source.readv(len(self.data), [memoryview(more)])
         # Extend in place, because `skip_strings` and `_tensor_infos` keep a reference.
@@ -220,11 +219,10 @@ class _Reader:
 
 
 def read_header(source: Source, first: bytearray) -> GgufHeader:
-    """Read and check a header, whose first bytes are in `first`. Raises FormatError or SourceTruncated."""
+    """Read and check a header. `first` begins with the magic. Raises FormatError or SourceTruncated."""
     reader = _Reader(source, first)
     uri = source.uri
-    if reader.take(4) != MAGIC:
-        raise FormatError("not a GGUF file: it does not begin with 'GGUF'", uri=uri)
+    reader.take(4)
     version = reader.number(_U32)
     if version & 0xFFFF == 0 and version:
         hint = "convert it to little-endian: gguf_convert_endian.py of the gguf package"
