@@ -78,7 +78,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the bundle has torch's tuning results. torch 2.11 and 2.13 find them only at the original path."""
+        """Whether the bundle has torch's tuning results, which torch 2.11 and 2.13 find only at the original path."""
         return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property
@@ -185,13 +185,13 @@ def unpack(description: Description, content: memoryview, root: Path) -> None:
     After an error no files remain. `remove_partial` removes directories that killed processes left behind.
 
     Args:
-        description: result of `describe`, which checked its signature.
+        description: result of `describe`, which has checked the bundle's signature.
         content: the tensor `content` of the bundle.
         root: directory that this call creates, with access only for this user. The parent directory must exist.
 
     Raises:
         FormatError: a path is outside `root` or outside every cache, or the sizes do not match the content.
-        IntegrityError: a file differs from its digest.
+        IntegrityError: a file does not match its digest.
         DestinationError, DiskFull: the directory cannot be written.
     """
     frames = _placed(description, content)
@@ -222,7 +222,7 @@ def remove_partial(root: Path) -> None:
 
 
 def _groups(root: Path) -> Iterator[list[tuple[str, bytes, bool]]]:
-    """Yield groups of files as (path, content, executable). A group has at least `_FRAME_BYTES`, except the last."""
+    """Yield groups of files as (path, content, executable). Every group except the last has at least `_FRAME_BYTES`."""
     group: list[tuple[str, bytes, bool]] = []
     size = 0
     for directory, names, files in os.walk(root):

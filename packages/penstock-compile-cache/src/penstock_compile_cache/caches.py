@@ -29,7 +29,7 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """Whether this process has already read the variable. If so, the cache cannot be moved."""
+        """Whether this process has already read the variable, so that the cache can no longer be moved."""
         return bool(self.module) and self.module in sys.modules
 
 

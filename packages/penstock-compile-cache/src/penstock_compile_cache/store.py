@@ -96,9 +96,9 @@ class Restored(Summarised):
     Attributes:
         is_found: whether compiled code for this key was found.
         source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is no bundle.
-        why: reason why there is no bundle, or else the source of the bundle.
+        why: source of the bundle, or the reason why there is no bundle.
         key: key of this process.
-        directory: directory that contains the caches, to which this process's environment variables now point.
+        directory: directory of the caches to which this process's environment variables now point.
         num_files: number of files that this call wrote.
         nbytes: total size in bytes of the files that this call wrote.
         wall_s: duration of the call in seconds.
@@ -202,10 +202,10 @@ def restore(
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         at: directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
         model: revision or name of the model. None means the revision of the model at `uri`.
-        public_keys: paths of Ed25519 public keys in PEM. One of these keys must have signed the bundle. None
-            means `PENSTOCK_COMPILE_CACHE_KEYS`. Without public keys, no bundle is unpacked.
-        connection: connection to a hub. The bundle is read from fleet members before storage, and this process then
-            serves it to other members until it exits. None means storage only.
+        public_keys: paths of Ed25519 public keys in PEM, one of which must have signed the bundle. None means
+            `PENSTOCK_COMPILE_CACHE_KEYS`. Without public keys, no bundle is unpacked.
+        connection: connection to a hub. The bundle is read from fleet members if possible, and this process serves
+            the bundle to other members until the process exits. None means storage only.
         storage_options: see `load`.
 
     Raises:
@@ -265,7 +265,7 @@ def save(
 
     Args:
         uri, at, storage_options: see `restore`.
-        key: key from `Restored`, or the id of this key. If the key contains a revision of the model, the model at `uri`
+        key: `Restored.key`, or the id of this key. If the key contains a revision of the model, the model at `uri`
             must have the same revision.
         private_key: path of an Ed25519 private key in PEM. None means `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
 
@@ -273,7 +273,7 @@ def save(
         ConfigError: an argument is wrong, there is no private key, the key belongs to a different model, or nothing was
             compiled since `restore`.
         NotFound, FormatError, SourceError: the model cannot be opened.
-        DestinationError, DiskFull, SourceError: the bundle cannot be written. An existing bundle stays unchanged.
+        DestinationError, DiskFull, SourceError: the bundle cannot be written, and an existing one is unchanged.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
@@ -291,7 +291,7 @@ def save(
         # Check the destination now, because an invalid destination must raise before the files are packed.
         locate_object(target, settings=settings, options=storage_options or {})
     _require_model_of(key, text_of(uri), storage_options)
-    # Write the bundle on the target's file system if the target is local, because only there a rename is atomic.
+    # Write a local bundle on the target's file system, because a rename is atomic only within one file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
     # Use a name that cannot be guessed. Otherwise users with access to the directory could plant a symlink.
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -461,7 +461,7 @@ def _opened(
 def _fetch(
     name: str, uri: str, connection: ConnectionSettings | str, bundles: _Bundles
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return a bundle's tensors from its fleet, and whether members sent bytes. Raise HubUnavailable without a hub."""
+    """Return a bundle's tensors from its fleet, and whether members sent bytes, or raise HubUnavailable."""
     from penstock.fetcher.join import join
 
     fleet = join(name, connection=connection)
@@ -535,7 +535,7 @@ def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
 
 def _no_part(name: str, *, is_there: bool) -> FormatError:
     """Return the error for a tensor that is missing or does not consist of bytes."""
-    # The description is read before the signature, so the file has a description and is a bundle.
+    # The description is read before the signature, so a file that lacks only the signature is a bundle.
     if name == SIGNATURE and not is_there:
         return FormatError("the bundle is not signed")
     return FormatError(f"the file is not a bundle: it has no bytes named {name!r}")
@@ -556,7 +556,7 @@ def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
 def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
     """Raise ConfigError if the revision of the model at a URI differs from the revision in the key."""
     revision = _revision(uri, storage_options)
-    # Otherwise the key contains a name that the user chose, which may mean several models.
+    # A key may contain a name that the user chose instead of a revision, and a name may stand for several models.
     if _REVISION.fullmatch(key.model) and key.model != revision:
         raise ConfigError(
             f"the compiled code {key.id} is for a model with revision {key.model[:19]}, but the model at "
@@ -585,7 +585,7 @@ def _key_of_id(directory: Path, bundle_id: str) -> Key:
 
 
 def _directory(settings: Settings) -> Path:
-    """Return the directory of all caches. Raise ConfigError unless only this user can write to it."""
+    """Return the directory of all caches. Raise ConfigError unless only this user can write to the directory."""
     directory = settings.compile_cache_dir or process.home_cache("compile-cache")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -603,7 +603,7 @@ def _directory(settings: Settings) -> Path:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Hold the lock for a directory of caches, so that only one rank on a host restores it."""
+    """Hold the lock for a directory of caches, so that only one rank on a host restores the caches."""
     with open(root.with_name(f"{root.name}.lock"), "a", encoding="ascii") as file:
         try:
             lock_within(file.fileno(), _LOCK_S)

@@ -1,6 +1,6 @@
 """`penstock convert`: convert checkpoints out of core, into files or into a weight cache.
 
-With a destination `cache:MODEL` this process keeps the result in memory after the report, until SIGTERM.
+If the destination is `cache:MODEL`, this process keeps the result in memory until SIGTERM.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ conversion read 21 GB from a 66 MB model."""
 
 
 def _task_bytes(value: str | None) -> str | None:
-    """Return the value of --task-bytes. Raise ConfigError if the size is too small for tasks of a conversion."""
+    """Return the value of --task-bytes. Raise ConfigError if the size is too small for a task."""
     if value is not None and parse_bytes(value) < _LEAST_TASK_BYTES:
         message = f"--task-bytes {value} is too small, because every task reads whole leaves of 256 KiB"
         raise ConfigError(message, hint="pass at least 64K, or omit --task-bytes")
@@ -163,8 +163,8 @@ def convert(
 ) -> None:
     """Convert or merge checkpoints, out of core.
 
-    The command changes formats and shards, merges checkpoints, and runs your own functions. If it is interrupted, run
-    it again to resume.
+    The command changes formats and shards, merges checkpoints, and runs your own functions. To resume an interrupted
+    conversion, run the same command again.
     """
     if len(places) < 2:
         raise ConfigError(
@@ -195,7 +195,7 @@ def convert(
         _keep_stdout()
     elif to is not None or workers is not None or not _is_copy(words):
         launcher = LocalLauncher(devices.split(","), workers)
-        # Start the workers now, so that they start while this process imports the remaining modules.
+        # Launch the workers now, so that they start up while this process imports the remaining modules.
         launcher.begin()
     from penstock_convert.result import SCHEME
 

@@ -104,8 +104,8 @@ class WorkerSettings:
             task above the limit is split, run in parts or refused. The limit also applies to workers on a GPU.
         task_bytes: bytes that one task reads and writes. Tasks are smaller if they would not fit in a worker's memory.
             None means 64 MiB, or up to 128 MiB if the sources exceed 8 GiB in total.
-        storage_options: options for the object stores of sources and destination, with obstore's names. These options
-            override the environment and are omitted from the repr.
+        storage_options: options for the object stores of sources and destination, with obstore's names. These storage
+            options override the environment and are omitted from the repr.
         trace: file to which a Chrome trace of all workers is written. None means no trace.
         scratch: directory for files that are later uploaded to an object store. None means the system's temporary
             directory.
@@ -181,7 +181,7 @@ def convert(
 
     Args:
         sources: URIs of the checkpoints to read, as many as the first operation accepts.
-        destination: a directory that does not exist yet, a prefix in an object store, or the `into` of a weight cache.
+        destination: a directory that does not exist yet, a prefix in an object store, or `WeightCache.into(MODEL)`.
         to: the format of the result, such as `cast:BF16` or `fp8-block128`. `gguf`, `gguf:Q8_0`, `gguf:F16`,
             `gguf:BF16` and `gguf:F32` write one GGUF file.
         operations: operations to apply in order, each `{"op": name, ...}` or a string as for `--op` (`"slerp:t=0.4"`).
@@ -203,11 +203,11 @@ def convert(
 
     Raises:
         ConfigError: the destination already exists, or an argument is invalid.
-        PlanError, BudgetTooSmall: the sources do not fit the operation, or a task requires more than `memory_bytes`.
+        PlanError, BudgetTooSmall: the sources do not suit the operation, or a task requires more than `memory_bytes`.
         OperationFailed: an operation raised an error, hung, or returned tensors that do not match its recipes.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: see `penstock.errors`.
 
-    After an error the destination is unchanged, and the same call resumes, except for a conversion into memory.
+    After an error the destination is unchanged. Repeating the call resumes conversions to files, but not into memory.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)
@@ -385,7 +385,7 @@ class Conversion:
             check_unchanged(weights)
 
     def _stage(self, into: str) -> None:
-        """Open the staging files and the journal. At its end, the stack removes files that no later call can use."""
+        """Open the staging files and the journal. When closed, the stack removes files that no later call can use."""
         if into.startswith(SCHEME):
             raise ConfigError(
                 "convert() cannot write to a weight cache through a URI",
@@ -394,7 +394,7 @@ class Conversion:
             )
         request, stack = self.request, self._stack
         job, settings, options = request.job, request.settings, request.job_spec.storage_options
-        # Read the configuration first, so that an invalid config.json does not fail after hours of conversion.
+        # Read the configuration before any weights, so that an invalid config.json fails now instead of hours later.
         source_files = find_small_files(
             request.small_place(job.small_from),
             [file.name for file in request.opened[job.small_from].manifest.files],
@@ -406,7 +406,7 @@ class Conversion:
         self._place = None if is_remote(into) else OutputPlace.at(into)
         staged_path = _staging_path(job, self._place, self._settings.scratch)
         stack.push(partial(_name_destination, staged_path, into))
-        # Open the journal first, because its lock keeps a second process with the same job away from the files.
+        # Open the journal before the files, because the journal's lock excludes a second process with the same job.
         self.journal = Journal.open(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
         stack.callback(self.journal.close)
         self._out = output_of(job, request.opened, staged_path)
@@ -416,7 +416,7 @@ class Conversion:
         self._job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
 
     def _is_published(self) -> bool:
-        """Return whether an earlier call has published this result. If not, prepare the staging files and the journal.
+        """Return whether this result is published. Prepare the staging files and the journal of an unpublished result.
 
         Until the stack is closed, no other process can start writing to this destination.
         """
@@ -436,7 +436,7 @@ class Conversion:
             self._place.require_free(replace=self._replace)
             self._stack.enter_context(DestinationClaim.open(self._place.path, out.directory))
         out.make()
-        # Extend files from earlier calls to their full size. The added zeros do not match the digests.
+        # Extend files from earlier calls to full size. Zeros fail the digest check, so the affected tasks run again.
         if journal.done:
             out.allocate()
         out.open()
@@ -453,12 +453,12 @@ class Conversion:
         if self._job_spec.in_memory and self._launcher.listen is not None:
             message = "workers on other hosts cannot write to the memory of this host"
             raise ConfigError(message, uri=self.into, hint="omit ray=, or convert to a directory")
-        # Pass all URIs, because there is no prediction if a file is in an object store.
+        # Pass all URIs, because `predict` returns no prediction if any file is in an object store.
         uris = [*(source.uri for weights in self.request.opened for source in weights.sources), self.into]
         is_over = threading.Event()
         # Allocate disk space while the workers import torch, because each of the two can take seconds.
         with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
-            # Set the event before the pool is closed, so that an error in this block does not wait for the allocation.
+            # Set the event before the pool is closed, so that after an error nothing waits for the allocation.
             ends.callback(is_over.set)
             room = pool.submit(_allocate, self._out, stages, is_over)
             self._display.state("starting workers", len(self.journal.done), len(job.tasks))
@@ -516,7 +516,7 @@ class Conversion:
             publish_remote(out, self.into, small, settings=settings, storage_options=options)
         else:
             out.publish(self._place.path, small, replace=self._replace)
-        # Remove the journal last. After an earlier crash, the next call recognises the published result by its stamp.
+        # Remove the journal last. After a crash before this line, the next call recognises the result by its stamp.
         self.journal.remove()
         self.revision = manifest.revision
 
@@ -525,7 +525,7 @@ class Conversion:
         request, resumed, coordinator = self.request, self.journal.kept, self.coordinator
         job, (predicted_s, predicted_by) = request.job, self._predicted
         stats = () if coordinator is None else tuple(coordinator.stats)
-        # This process reads headers through the cache too, and whole sources whose digests are missing.
+        # This process also reads headers through the cache, and reads whole sources if their digests are missing.
         came_here = bytes_read(request.opened)
         fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
         asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
@@ -605,7 +605,7 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
-    """Return whether the worker of a small conversion may be a thread, without a GPU or an import of torch."""
+    """Return whether a small conversion may run in a thread, because it needs neither a GPU nor an import of torch."""
     if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
         return False
     named = [devices] if isinstance(devices, str) else list(devices)
@@ -613,7 +613,7 @@ def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, 
     if only_copies:
         return named in (["cpu"], ["all"])
     torch = sys.modules.get("torch")
-    # A thread that must import torch starts as slowly as a process. A thread would also use a changed default dtype.
+    # A thread that must import torch starts as slowly as a process, and a thread would use a changed default dtype.
     if torch is None or torch.get_default_dtype() is not torch.float32:
         return False
     return named == ["cpu"] or (named == ["all"] and not has_driver())
@@ -642,13 +642,13 @@ def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: Exi
 
 
 def _allocate(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
-    """Allocate the output's disk space. Stop early if the run ends."""
+    """Allocate the output's disk space. Stop the allocation if the run ends."""
     with stages.stage("room"):
         out.allocate(is_over.is_set)
 
 
 def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | os.PathLike[str] | None) -> Path:
-    """Return the staging directory, next to a local destination or otherwise in `scratch`."""
+    """Return the staging directory, which is next to a local destination, or in `scratch` for a remote destination."""
     if place is None:
         return Path(tempfile.gettempdir() if scratch is None else text_of(scratch)) / f"penstock-{job.key[:12]}"
     with typed(place.path):

@@ -114,7 +114,7 @@ class Coordinator(Closeable):
         devices: device of each worker.
         listener, address: result of `messages.listen`. The coordinator closes the listener.
         on_progress: called after each task with the number of finished tasks and the total.
-        on_turn: called a few times per second while the job runs. The function must not block.
+        on_turn: called a few times per second while the job runs, and must not block.
 
     Attributes:
         num_workers: number of workers that run at the same time.
@@ -285,7 +285,7 @@ class Coordinator(Closeable):
         check_version(hello.protocol, f"worker {hello.worker}", "the coordinator")
         admitted = self._unidentified.pop(wire)
         admitted.prove(hello.worker)
-        # From now on `_check_workers` applies the progress deadline instead.
+        # Remove the deadline for `WorkerHello`, because from now on `_check_workers` applies the progress deadline.
         admitted.begin(math.inf)
         # Allow large frames only from identified workers, because large frames make this process allocate memory.
         wire.max_frame_bytes = MAX_FRAME_BYTES
@@ -327,8 +327,8 @@ class Coordinator(Closeable):
             self._begins(record, message.task)
         elif isinstance(message, WorkerBeat):
             moves = message.moved_bytes != record.stats.moved_bytes or message.num_reports != record.num_reports
-            # A beat alone does not prove progress, because its thread also runs while the operation hangs. Idle workers
-            # cannot hang.
+            # A beat alone does not prove progress, because the thread that sends beats also runs while the operation
+            # hangs. Idle workers cannot hang.
             if moves or not self._assigned(name):
                 record.progressed_at = now
             record.note(message)
@@ -360,7 +360,7 @@ class Coordinator(Closeable):
         outcome = self.placement.done(name, message.task, now)
         # A task may finish on two workers. Record only the first result, so that progress counts it once.
         if outcome.first:
-            # Add the task only after its bytes are written. Otherwise a resumed job would skip unwritten bytes.
+            # Record the task only after its bytes are written. Otherwise a resumed job would skip unwritten bytes.
             self._journal.add(message.task, digests)
             self.done_bytes += int(self._job.tasks.cost[message.task])
             if self._on_progress is not None:
@@ -441,7 +441,7 @@ class Coordinator(Closeable):
             self._spawn(record.stats.device, record.respawns + 1)
 
     def _strike(self, task: int, why: str) -> None:
-        """Count a worker that was lost while the operation ran on a task. Fail the job after `STRIKES` workers."""
+        """Count a worker that was lost while the operation ran on a task. Fail the job after `STRIKES` losses."""
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
             # Name the task's first tensor, because it is unknown which of its tensors caused the loss.

@@ -95,7 +95,7 @@ class ConversionJob:
     def part_elements(self, task: int, memory_bytes: int) -> int:
         """Return the part size in elements at which a task uses at most `memory_bytes`, or 0 for an undivided task.
 
-        Call `check_budget` first, because it ensures that the smallest part fits.
+        Call `check_budget` before this method to ensure that the smallest part fits.
         """
         # Do not divide a task that fits, because a divided merge reads its inputs once for each pass.
         if int(self.memory_bytes[task]) <= memory_bytes:
@@ -165,11 +165,11 @@ def plan_job(
         shard_bytes: maximum size of an output file in bytes.
         leaf_bytes: leaf size of the output's digests.
         verify: whether to compare the bytes that are read with the sources' digests, if the sources have digests.
-        operation_specs: specs of the operation, which are part of the key, because the name of a user's operation may
-            omit options.
+        operation_specs: specs of the operation. The job's key contains the specs, because the name of a user's
+            operation may omit options.
 
     Raises:
-        PlanError: see `Operation.recipes`. Also raised if an operation would compute with a dtype that torch lacks.
+        PlanError: see `Operation.recipes`, or an operation would compute with a dtype that torch lacks.
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))

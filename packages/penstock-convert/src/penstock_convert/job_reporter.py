@@ -26,8 +26,8 @@ class HubReporter:
     hub is unreachable or refuses the reports, the conversion continues and one warning is logged.
 
     Args:
-        connection: the hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or this host's hub if
-            the variable is not set. See `ConnectionSettings`.
+        connection: the hub and its token, or the hub's address as a string. None means `PENSTOCK_HUB`, or this host's
+            hub if the variable is not set. See `ConnectionSettings`.
 
     Raises:
         ConfigError: the connection is invalid.

@@ -69,7 +69,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="hello"):
-    """The first message of a worker, with a secret, because any process may connect."""
+    """The first message of a worker, which contains a secret, because any process may connect."""
 
     # Keep these fields in every version, so that a worker with a different version can still identify itself.
     worker: str
@@ -142,7 +142,7 @@ class TaskFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 class TaskWork(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
-    """Tasks to run in order, and earlier tasks that the worker may skip."""
+    """Tasks to run in order, and previously assigned tasks that the worker may skip."""
 
     tasks: tuple[int, ...] = ()
     revoked: tuple[int, ...] = ()
@@ -263,7 +263,7 @@ class Wire:
 
 
 def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
-    """Listen for workers, with the usual connection limits. Return the listener and its address.
+    """Listen for workers, with limits on the connections. Return the listener and its address.
 
     Args:
         host: address of this host. None means that all workers are processes of this user on this host.
@@ -287,7 +287,7 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
 
 
 def end_with_peer(connection: socket.socket, stall_s: float) -> None:
-    """Make a connection to another host fail after that host is silent for `stall_s`."""
+    """Make a connection to another host fail if that host does not respond for `stall_s`."""
     # A host that loses power sends no FIN. Keep-alive detects the loss on an idle connection, and TCP_USER_TIMEOUT
     # detects it while data is unacknowledged. The kernel's defaults are two hours and a quarter of an hour. TCP_NODELAY
     # avoids delays for small messages, because a worker is idle until its next tasks arrive.

@@ -260,7 +260,7 @@ def compute_gb_per_s(operation: Operation, rates: Rates) -> float:
 
 
 def _machine(devices: Sequence[str], rates: Rates | None) -> tuple[Cluster, Rates] | str:
-    """Return this host as a cluster with one GPU for each worker and its rates, or why the rates are unknown."""
+    """Return this host as a cluster with one GPU per worker and its rates, or the reason why no rates are known."""
     is_on_cpu = all(device == "cpu" for device in devices)
     if is_on_cpu and rates is None:
         return "no rates are known for this processor: measure it with `penstock calibrate FILE`"

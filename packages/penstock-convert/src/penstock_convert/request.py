@@ -40,7 +40,7 @@ def plan(
     See `convert` for other arguments and for the errors.
 
     Args:
-        memory_bytes: see `WorkerSettings`. Tasks are smaller than `task_bytes` if larger tasks would exceed this limit.
+        memory_bytes: see `WorkerSettings`. Tasks are below `task_bytes` if larger tasks would exceed `memory_bytes`.
     """
     with ExitStack() as stack:
         return plan_request(

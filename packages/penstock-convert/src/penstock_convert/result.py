@@ -87,7 +87,7 @@ _ENTRY = msgspec.json.Decoder(_FinishedTask)
 
 
 class Journal:
-    """An append-only file of a job's finished tasks. One thread writes it, and a lock keeps other processes out.
+    """An append-only file of a job's finished tasks. One thread writes the file, and a lock keeps other processes out.
 
     Attributes:
         path: path of the file.
@@ -301,7 +301,7 @@ def stamp(job: ConversionJob, revision: str, files: Iterable[str]) -> bytes:
 def published(
     job: ConversionJob, into: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> str | None:
-    """Return the revision of the result at the destination, or None if this job did not write it.
+    """Return the revision of the result at the destination, or None if this job did not write that result.
 
     The job's key covers the operation with its options, the sources' revisions and files, and the task and shard sizes.
     The files at the destination must have the names and sizes in the manifest. Only `penstock verify` compares bytes.
@@ -471,7 +471,7 @@ def small_files(
     settings: Settings,
     storage_options: Mapping[str, str] | None,
 ) -> dict[str, Content]:
-    """Return the small files of the result: `config`, and the source's files, which are read when they are written."""
+    """Return the small files of the result by name: `config`, and functions that read the source's files."""
     files: dict[str, Content] = {} if config is None else {CONFIG: config}
     read = partial(read_file, settings=settings, storage_options=storage_options)
     files |= {name: partial(read, file) for name, file in source_files.files.items() if name != CONFIG}
@@ -507,7 +507,7 @@ def sidecar_files(job: ConversionJob, manifest: Manifest, small: Mapping[str, Co
 
 
 def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manifest:
-    """Return the manifest of one group's files, with tensor names that do not contain the group."""
+    """Return the manifest of one group's files, with the group's name removed from the tensor names."""
     assert manifest.leaves is not None
     table = manifest.tensors
     rows = np.flatnonzero(np.isin(table.file_index, files))
@@ -550,7 +550,7 @@ class MemoryDestination(Protocol):
         Args:
             key: key of the job, which is the same for the same sources and operations.
             nbytes: size of the file in bytes.
-            fill: function that writes a file at a path and returns its manifest. `take` must call the function once.
+            fill: function that writes a file at a path and returns its manifest. `take` must call `fill` once.
 
         Raises:
             BudgetTooSmall: there is not enough memory.
@@ -587,7 +587,7 @@ def fill(target: MemoryDestination, job: ConversionJob, run: Callable[[OutputReg
             out.open()
             run(out, notes)
             manifest = manifest_of(job, notes, out)
-            # Memory has no file name, but a member that writes the result to a file needs a name.
+            # Memory has no file name, but a fleet member that writes the result to a file needs a name.
             (entry,) = manifest.files
             manifest = replace(manifest, files=(replace(entry, name=file_names(1, job.stem)[0]),))
         finally:

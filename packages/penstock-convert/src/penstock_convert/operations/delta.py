@@ -92,7 +92,7 @@ class _DeltaOperation(Unchanged):
     """Base class for creating and applying deltas. The result has the second source's configuration.
 
     Args:
-        delta: the changes, encoded by `encoded`.
+        delta: the description of the changes, as returned by `encoded`.
     """
 
     delta: bytes

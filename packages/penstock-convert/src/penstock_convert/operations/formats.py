@@ -50,7 +50,7 @@ _NOT_READ = "no operation can read this format: restore the weights with the lib
 
 
 class StoreOperation:
-    """Stores the selected tensors in a format, if the format allows them. Other tensors are copied.
+    """Stores the selected tensors in a format. Other tensors, and tensors that do not suit the format, are copied.
 
     On a device, one kernel per tensor produces the same bits as the CPU (`transform.fuse`).
 
@@ -77,7 +77,7 @@ class StoreOperation:
         self._quantization = quantization
         self._only = (only,) if isinstance(only, str) else tuple(only)
         self._keep = (keep,) if isinstance(keep, str) else tuple(keep)
-        # `recipes` sets this for `config`, because the configuration lists the modules that are not quantised.
+        # `recipes` sets the selection for `config`, because the configuration lists the modules that are not quantised.
         self._selection: Selection | None = None
 
     @property
@@ -294,7 +294,7 @@ class Dequantise:
         return f"dequantise to {self.to}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError if a quantised tensor cannot be read."""
+        """See `Operation.recipes`. Raise PlanError if a quantised tensor cannot be read."""
         specs = {spec.name: spec for spec in specs_of(only_source(sources, self.name))}
         stored_as = find(map(_named_layout, specs.values()), self.quantization)
         self._check_readable(stored_as)

@@ -25,7 +25,7 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
     """
     blocks = values.float().reshape(-1, Q8_0_ELEMENTS)
     amax = blocks.abs().amax(dim=1, keepdim=True)
-    # Divide by a tensor. For a number, CUDA would multiply by its inverse, which yields different bits.
+    # Divide by a tensor, because CUDA would multiply by the inverse of a Python number, which yields different bits.
     scale = amax / torch.full((), 127.0, device=amax.device)
     half = scale.half()
     if not bool(torch.isfinite(half).all()):
@@ -53,7 +53,7 @@ def dequantise(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
     Raises:
         MissingExtra: the type is not Q8_0 and the `gguf` package is not installed.
-        OperationFailed: the package does not read this type.
+        OperationFailed: the `gguf` package cannot read this type.
     """
     if kind != "Q8_0":
         return _by_package(kind, blocks)

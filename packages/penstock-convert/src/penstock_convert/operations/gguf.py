@@ -67,7 +67,7 @@ class DequantiseBlocks:
         return f"dequantise to {self.to}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError if the values of a type cannot be read."""
+        """See `Operation.recipes`. Raise PlanError if a type's values cannot be read."""
         specs = specs_of(only_source(sources, self.name))
         self._check_readable([spec for spec in specs if spec.name in self.blocks])
         return [self._recipe(spec) if spec.name in self.blocks else copy_recipe(0, spec) for spec in specs]
@@ -146,7 +146,7 @@ class StoreGguf(Unchanged):
         self._type = type
         self._architecture = architecture
         self._blocks = dict(blocks or {})
-        # Type number and shape in elements of each tensor, set by `recipes`, which every process calls first.
+        # The type number of each tensor and the tensor's shape in elements, which `recipes` sets before `run`.
         self._infos: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._is_changed = type != "keep"
 
@@ -156,7 +156,7 @@ class StoreGguf(Unchanged):
         return f"to GGUF ({self._type})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError for codes, and for a tensor that GGUF cannot store."""
+        """See `Operation.recipes`. Raise PlanError for quantised codes, and for a tensor that GGUF cannot store."""
         specs = specs_of(only_source(sources, self.name))
         # GGUF cannot store the scales of other formats, so a reader would treat codes as numbers.
         found = find((spec.name, spec.dtype, spec.shape) for spec in specs if spec.name not in self._blocks)
@@ -238,7 +238,7 @@ class StoreGguf(Unchanged):
         return [result.reshape(*source.shape[:-1], out.shape[-1])]
 
     def header(self, table: TensorTable, source: GgufHeader | None) -> bytes:
-        """Return the header of the file. Call `recipes` first.
+        """Return the header of the file. Call `recipes` before this method.
 
         Args:
             table: the result's tensors, with offsets relative to the first tensor's bytes.
@@ -257,13 +257,13 @@ class StoreGguf(Unchanged):
         return encode_header(fields, infos)
 
     def _of_types(self) -> list[tuple[str, int]]:
-        """Return the metadata entries for the type of most tensors."""
+        """Return the metadata entries that state the type of most tensors."""
         values = [("general.file_type", _FILE_TYPES[self._type])]
         return [*values, ("general.quantization_version", 2)] if self._type == "Q8_0" else values
 
 
 def gguf_of(operation: Operation) -> StoreGguf | None:
-    """Return the operation that writes a GGUF file, or None. Raise ConfigError if another operation follows."""
+    """Return the operation that writes a GGUF file, or None. Raise ConfigError if that operation is not last."""
     steps = _steps(operation)
     if any(isinstance(step, StoreGguf) for step in steps[:-1]):
         raise ConfigError("gguf must be the last operation of a conversion")

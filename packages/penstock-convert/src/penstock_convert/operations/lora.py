@@ -88,7 +88,7 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class LoraMerge:
-    """Merges an adapter into its base, as described in the module.
+    """Merges an adapter into its base, as described in the module's docstring.
 
     Results are bit-identical only on the same kind of processor, because a library computes the matrix product. Names
     and options are the same as in PEFT 0.21. Source: Hu et al., "LoRA", 2021, section 4.1.
@@ -126,7 +126,7 @@ class LoraMerge:
         return f"lora-merge({ {key: self.adapter_config[key] for key in _NAMED if key in self.adapter_config} })"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. Also raise PlanError if adapter tensors match no tensor in the base."""
+        """See `Operation.recipes`. Raise PlanError if adapter tensors match no tensor in the base."""
         if len(sources) != 2:
             raise PlanError(f"lora-merge takes a base and an adapter, not {len(sources)} sources")
         base = {spec.name: spec for spec in specs_of(sources[0])}
@@ -137,7 +137,7 @@ class LoraMerge:
             shown = ", ".join(sorted(unused)[:_SHOWN])
             message = f"{len(unused)} adapter tensors match no tensor in the base: {shown}"
             hint = "check that the adapter was trained on this base: `penstock inspect` shows tensor names"
-            # PEFT cannot merge these biases either, because the layers have no bias to which they could be added.
+            # Like Penstock, PEFT cannot merge a bias into a layer that has no bias.
             bare = [name for name, change in changes.items() if change.bias is not None and name not in base | added]
             layers = [name for name in bare if f"{name.removesuffix('.bias')}.weight" in base]
             if layers and len(layers) == len(unused):
@@ -171,9 +171,9 @@ class LoraMerge:
         return changed
 
     def _untie(self, base: Mapping[str, Spec], changes: dict[str, _Change]) -> tuple[dict[str, Spec], set[str]]:
-        """Return the untied head with the tensor that it starts from, if any, and the names of tensors to omit.
+        """Return the head to add, if any, mapped to the tensor from which it starts, and the names of tensors to omit.
 
-        Also record the changes for `config`.
+        Record the changes to the configuration for `config`.
         """
         embedding = next((name for name in _HEADS if name in base), None)
         if embedding is None:
@@ -209,7 +209,7 @@ class LoraMerge:
         return ({} if head in base else {head: original}), set()
 
     def _stays_tied(self, embedding: _Change | None, head: _Change | None) -> bool:
-        """Return whether embedding and head stay equal, because they were trained while tied or were not trained."""
+        """Return whether embedding and head stay equal: they were trained while tied, or neither was trained."""
         if embedding is None or head is None:
             return False
         trained = self.adapter_config.get("modules_to_save") or ()

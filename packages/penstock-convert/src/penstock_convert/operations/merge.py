@@ -166,7 +166,7 @@ class _WholeMerge(_Merge):
         num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
 
         def parts() -> Iterator[list[torch.Tensor]]:
-            """Read the same part of all inputs, one part after another."""
+            """Yield the inputs part by part, as lists with the same part of every input."""
             for at in range(0, num_elements, num_part):
                 yield [read(i, at, min(at + num_part, num_elements)) for i in range(count)]
 
@@ -374,7 +374,7 @@ class Ties(_WholeMerge):
 
 
 def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor]:
-    """Count each model's changes by the upper bits of their magnitude, or in `buckets` by the lower bits."""
+    """Count each model's changes by their magnitude's upper bits, or the changes in `buckets` by the lower bits."""
     import torch
 
     counts: list[torch.Tensor] = []

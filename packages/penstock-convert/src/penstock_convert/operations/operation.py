@@ -43,7 +43,7 @@ class Operation(Protocol):
         ...
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """Return recipes, which list the inputs of each output, in the order in which the inputs are stored.
+        """Return the recipes for the result, in the order in which the recipes' inputs are stored.
 
         Raises:
             PlanError: the sources do not match each other or do not suit the operation.
@@ -88,7 +88,7 @@ class Attested(Protocol):
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """Raise IntegrityError if the result has an unexpected revision. In that case nothing is published."""
+        """Raise IntegrityError if the result has an unexpected revision, so that the result is not published."""
         ...
 
 
@@ -148,12 +148,12 @@ def specs_of(table: TensorTable) -> list[Spec]:
 
 
 def whole(source: int, spec: Spec) -> Input:
-    """Return an input with which row i of the recipe reads row i of a tensor."""
+    """Return an input for a recipe whose row i reads row i of the tensor."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape))
 
 
 def all_of(source: int, spec: Spec) -> Input:
-    """Return an input with which every row of the recipe reads the whole tensor."""
+    """Return an input for a recipe whose rows all read the whole tensor."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
 
 
@@ -292,12 +292,12 @@ class Chain:
             tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
         seconds = list(self._second.recipes(tables))
         maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
-        # Group the first operation's recipes with union-find. Recipes whose outputs the same second recipe reads
-        # must run together.
+        # Group the first operation's recipes with union-find. Recipes must run together if a single recipe of the
+        # second operation reads outputs from all of them.
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
-            """Return the number of the recipe that represents the group that contains recipe `i`."""
+            """Return the number of the recipe that represents the group of recipe `i`."""
             while group[i] != i:
                 i = group[i]
             return i
@@ -364,11 +364,11 @@ class Chain:
     def part_unit(self, recipe: Recipe) -> int:
         """See `StreamedOperation.part_unit`.
 
-        The second operation must work row by row, and each part must contain whole groups of the rows that it reads.
+        The second operation must work row by row, and each part must contain only complete groups of rows.
         """
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
-        # Only one recipe of the first operation can be computed in parts at a time.
+        # Only a single recipe of the first operation can be computed in parts.
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
@@ -394,7 +394,7 @@ class Chain:
         )
 
         def second_outputs(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-            """Run the second operation on elements from the first operation that begin at row `start`."""
+            """Run the second operation on the first operation's elements from row `start` onward."""
             rows = flat.reshape(-1, *spec.shape[1:])
             between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:

@@ -15,7 +15,7 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
-    """Return the values of the tensors that a format stores, computed in FP32 and then cast.
+    """Return the values of tensors that are stored in a format, computed in FP32 and then cast.
 
     Args:
         parts: result of `quantise`, or boxes of the result that contain whole blocks.
@@ -54,11 +54,11 @@ def read_codes(
     Args:
         codes: FP8, INT8, or E2M1 with two codes per byte.
         scales: scales of the whole tensor, even if `codes` are only some rows, in any floating-point dtype or as
-            exponents (E8M0 or U8). The last two dims count blocks. A single scale applies to the whole tensor.
+            exponents (E8M0 or U8). The scales' last two dims count blocks. A single scale applies to the whole tensor.
         block: numbers of rows and columns of values that share a scale. WHOLE means the whole dim.
         dtype: one of CASTS.
         whole: number by which all scales are divided, or None.
-        multiplies: whether scales are multiplied by `whole` instead.
+        multiplies: whether scales are multiplied by `whole` instead of divided by `whole`.
         packed: whether codes are E2M1, two per byte.
         first_row: row of the whole tensor, in the second-to-last dim, at which the codes begin.
     """
@@ -80,7 +80,7 @@ def read_codes(
         return cast(values * factor.reshape(()), dtype)
     rows, cols = block
     if factor.shape[-2] > 1 and rows != WHOLE:
-        # A shard may begin in the middle of the scales and of a block.
+        # The codes of a shard may begin at any row of the scales, even inside a block.
         count = torch.arange(first_row, first_row + values.shape[-2], device=factor.device)
         factor = factor[..., count // rows, :]
     if cols != WHOLE and factor.shape[-1] > 1:

@@ -34,7 +34,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Reshard(Unchanged):
-    """Reshards tensor-parallel checkpoints, as described in the module.
+    """Reshards tensor-parallel checkpoints, as described in the module's docstring.
 
     Args:
         to: number of ranks in the result. 1 means a whole checkpoint.
@@ -72,7 +72,7 @@ class Reshard(Unchanged):
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
         """See `Operation.recipes`.
 
-        Also raise PlanError for a tensor that no rule matches, and for a tensor that its rule cannot split.
+        Raise PlanError for a tensor that no rule matches, and for a tensor that its rule cannot split.
         """
         named, parallel = same_everywhere(sources, "reshard"), self._parallel
         # List all unknown names in one error. A scalar needs no rule, because it is never split.
@@ -115,7 +115,7 @@ class Reshard(Unchanged):
         """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
-        # Numbers of shares into which the sources and the outputs divide each part. Ranks may have equal shares.
+        # Numbers of shares into which sources and outputs divide each part. Several ranks may have the same share.
         source_shares, output_shares = rule.num_shares(ranks), rule.num_shares(self.to)
         source_rows = [int(length / shares) for length, shares in zip(lengths, source_shares, strict=True)]
         output_rows = [int(length / shares) for length, shares in zip(lengths, output_shares, strict=True)]

@@ -33,8 +33,8 @@ class Selection:
     def modules_kept(self) -> tuple[str, ...]:
         """Return the modules that are not quantised. Without this list engines treat every linear layer as quantised.
 
-        The list includes the modules of expert stacks. An output layer that is not quantised is
-        listed even if it has no tensor, because its weight is tied to the embedding.
+        The list includes the modules of expert stacks. An output layer that is tied to the embedding, and
+        therefore has no tensor, is also listed.
         """
         modules = set()
         for name in self.kept.keys() - self.stored:

@@ -118,7 +118,7 @@ def operation_spec(text: str) -> dict[str, Any]:
     "b"]]}`. `package.module:function` is a user's operation.
 
     Raises:
-        ConfigError: the string is invalid. The hint lists the operations.
+        ConfigError: the string is invalid. The error's hint lists the operations.
     """
     if text.startswith("{"):
         try:
@@ -201,7 +201,7 @@ def maker_of(name: str) -> Callable[..., Operation]:
 
 
 def _make(spec: dict[str, Any]) -> Operation:
-    """Create one operation from its spec, with dequantisation of its sources if the spec contains this option."""
+    """Create an operation from a spec. The operation dequantises its sources if the spec has the key `dequantise`."""
     name = str(spec.pop("op", None))
     prepared = spec.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
     # JSON and messages contain lists, but operations are immutable, so convert lists to tuples.
@@ -274,7 +274,7 @@ def completed(
     Only the first operation and `dequantise` can have options that depend on the sources.
 
     Args:
-        places: for each source, a URI in the directory of its small files, including the user in a URL.
+        places: the URI for reading the small files of each source, including any user name and query of a URL.
 
     Raises:
         PlanError: a required file is not next to the source, or a delta has a different base.
@@ -348,7 +348,7 @@ def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
 
 
 def _has_codes(source: WeightSet) -> bool:
-    """Return whether any tensor has a dtype of codes, because otherwise the configuration need not be read."""
+    """Return whether any tensor has a dtype of codes. Without such a tensor the configuration need not be read."""
     return not CODES.isdisjoint(source.manifest.tensors.dtypes)
 
 
@@ -420,7 +420,7 @@ def _check_ranks(sources: Sequence[WeightSet]) -> None:
 
 
 def _tied(config: dict[str, Any]) -> bool | None:
-    """Return whether a transformers configuration ties embedding and head, or None without such an option."""
+    """Return whether a transformers configuration ties embedding and head, or None if the option is missing."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
     return None if tied is None else bool(tied)
@@ -461,8 +461,8 @@ def function_of(function: str, **options: Any) -> Operation:
     """Return the operation at `module:name`.
 
     Args:
-        function: import path of an `Operation`, of a class that creates one from `options`, or of a function of a
-            tensor.
+        function: import path of an `Operation`, of a class that creates an `Operation` from `options`, or of a function
+            that takes a tensor and its name.
         options: arguments for the class.
 
     Raises:
@@ -511,7 +511,7 @@ def code_of(operation: Operation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Function(Unchanged):
-    """Applies a user's function of a tensor and its name to floating-point tensors.
+    """Calls a user's function with floating-point tensors and their names.
 
     The function returns a tensor with the same shape and dtype. The function may have these attributes:
 

@@ -238,7 +238,7 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
     """Return unused tensors that belong to codes according to their names or modules, with the reasons."""
     modules = {_module(name) for name, (dtype, shape) in specs.items() if _may_be_codes(name, dtype, shape)}
     is_quantised = bool(used or unread or is_declared)
-    # Norms and routers have a parameter `scale` too. Treat `scale` as a scale of codes only if other codes use it.
+    # Norms and routers have a parameter `scale` too. Treat `scale` as a scale of codes only if any codes use this name.
     is_scale_used = any(name.endswith(".scale") for name in used)
     found = {}
     for name, (dtype, _) in specs.items():
@@ -398,7 +398,7 @@ def _is_part(name: str, specs: _Specs) -> bool:
 def _layout(
     name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None
 ) -> StoredFormat | str:
-    """Return the layout of codes, the reason why the codes cannot be read, or an empty string without scales."""
+    """Return the layout of codes, the reason why codes cannot be read, or an empty string if there are no scales."""
     if name.endswith("_packed"):
         return _packed(name, specs)
     if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in specs:
@@ -409,7 +409,7 @@ def _layout(
 
 
 def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[str, Any] | None) -> StoredFormat | str:
-    """Return the layout of codes that have the weight's own name, with the same results as `_layout`."""
+    """Return the layout of codes that have the weight's own name. See `_layout` for the other results."""
     dtype, shape = specs[name]
     # torchao stores `a.weight` as `a._weight_qdata` and `a._weight_scale`.
     is_torchao = _TORCHAO.search(name) is not None
@@ -500,7 +500,7 @@ def _packed(name: str, specs: _Specs) -> StoredFormat | str:
 
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[Block, ...]) -> Block | None:
-    """Return the block for scales of this shape, or None if no block fits."""
+    """Return the block shape for scales of this shape, or None if no block shape fits."""
     # A vector has no rows and columns, so only a single scale fits.
     if len(shape) < 2:
         return (WHOLE, WHOLE) if math.prod(scales) == 1 else None

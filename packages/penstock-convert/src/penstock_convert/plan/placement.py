@@ -142,7 +142,7 @@ class Placement:
         """Add a worker.
 
         Args:
-            holds: tasks whose inputs are in the worker's cache. Workers without this cache receive these tasks last.
+            holds: tasks with inputs in the worker's cache. Other workers receive these tasks only after all free tasks.
             at: identity of the cache. Empty means that no other worker uses the cache.
 
         Raises:
@@ -247,8 +247,8 @@ class Placement:
     def progress(self, worker: str, now: float) -> tuple[int, float, float]:
         """Return a worker's current task or -1, the seconds since it last finished a task, and the expected seconds.
 
-        The expected time is the time for all tasks of the worker at the median pace. A worker that takes longer is
-        late, although its overlapping tasks may finish at the same time.
+        The expected time covers all tasks of the worker at the median pace, because overlapping tasks may finish at the
+        same time. A worker is late if it takes longer than the expected time.
         """
         me = self._workers[worker]
         task = next(iter(me.tasks), -1)
@@ -302,7 +302,7 @@ class Placement:
         return (place.cost + sum(self._load[i] for i in at)) / sum(self._pace[i] for i in at)
 
     def _duplicate(self, worker: str, me: _ScheduledWorker, now: float) -> int | None:
-        """Return the running task that `worker` would finish earlier by the largest amount, or None."""
+        """Return the running task for which a second run on `worker` would save the most time, or None."""
         best, best_s = None, 0.0
         for name, other in self._workers.items():
             task = next(iter(other.tasks), None)

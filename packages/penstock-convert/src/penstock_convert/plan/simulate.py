@@ -85,7 +85,7 @@ class Prediction:
 
 
 def assumed(rates: Rates, used: Sequence[str]) -> tuple[str, ...]:
-    """Return the used figures that are assumed instead of measured, with the note on each figure."""
+    """Return the figures in `used` that are assumed instead of measured, each with its source."""
     return tuple(f"{name}: {where}" for name, where in rates.source if name in used and "assumed" in where)
 
 

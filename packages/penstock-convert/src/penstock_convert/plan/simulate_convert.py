@@ -162,7 +162,7 @@ class _ConversionEvents:
             heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
 
     def _lost(self, name: str) -> None:
-        """Remove a dead worker after its silence has been detected."""
+        """Remove a dead worker that has sent no heartbeat for `SILENCE_S`."""
         self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s, and its tasks run elsewhere")
         self.placement.remove(name)
         del self.workers[name]
@@ -174,7 +174,7 @@ class _ConversionEvents:
     def _feed(self, name: str) -> None:
         """Assign tasks to a worker as the placement decides."""
         worker = self.workers[name]
-        # The placement does not know that a worker is dead until its silence is detected.
+        # The placement does not know that a worker is dead until `_lost` removes the worker.
         if self.now > worker.dies:
             return
         assignment = self.placement.next(name, self.now)
@@ -240,7 +240,7 @@ class _ConversionEvents:
             for i, stage in enumerate(STAGES)
         )
         ended = np.array([each.ended for each in self.workers.values()])
-        # Compute the limit without stragglers.
+        # Compute the shortest possible duration, for workers without stragglers.
         nominal = self._paces(np.ones(cluster.num_gpus))[0]
         in_bytes, out_bytes = self.ends[1].sum(), self.ends[2].sum()
         sums = (in_bytes * nominal[0], in_bytes * nominal[1], out_bytes * nominal[3])

@@ -44,7 +44,7 @@ class Spec:
 
     @property
     def path(self) -> str:
-        """Return the group and the name, which are unique among all outputs."""
+        """Return the group and the name, which together are unique among all outputs."""
         return f"{self.group}/{self.name}" if self.group else self.name
 
     @property
@@ -91,7 +91,7 @@ class Input:
 
     def taken(self, start: int, stop: int) -> Box | None:
         """Return the box that these rows of the recipe read, or None if the rows do not read the input."""
-        # Return an unsliced scalar or empty tensor, because an operation uses the tensor's dtype and device.
+        # Do not slice a scalar or an empty tensor, because an operation uses the tensor's dtype and device.
         if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
@@ -133,11 +133,11 @@ class TaskOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A group of outputs that are computed in one call, and the inputs of these outputs.
+    """A group of outputs that are computed in one call, and their inputs.
 
     Attributes:
-        align: unit in rows. Every task processes whole units. 0 means that one task processes all `num_rows` rows.
-        copies: whether the output equals its only input. Copies also support dtypes without arithmetic.
+        align: number of rows in a unit. Tasks process whole units. 0 means that one task processes all `num_rows` rows.
+        copies: whether the output equals its only input. Copies also support dtypes in which torch cannot compute.
     """
 
     outputs: tuple[TaskOutput, ...]
@@ -280,7 +280,7 @@ class _Extents:
     """Inputs or outputs of all recipes as columns, to compute the bytes that rows of a recipe read or write.
 
     Rows `[a, b)` of a recipe correspond to rows `(a - at) / per` to `(b - at) / per`, rounded outward, among the
-    `num_rows` tensor rows from row `first`. If `is_all` is set, any rows correspond to all of these tensor rows.
+    `num_rows` tensor rows from row `first`. If `is_all` is set, any recipe rows correspond to all `num_rows` rows.
     """
 
     def __init__(self, counts: Sequence[int], columns: Sequence[tuple[int, ...]]) -> None:
@@ -299,7 +299,7 @@ class _Extents:
         return cls(counts, [_of_output(out) for recipe in recipes for out in recipe.outputs])
 
     def byte_ranges(self, recipe: I64, start: I64, stop: I64) -> tuple[I64, I64, I64, I64]:
-        """Return columns of run, tensor, first byte and last byte for each run of rows and each of its tensors."""
+        """Return the columns run, tensor, first byte and last byte, one entry for each tensor of each run of rows."""
         counts = np.diff(self._begins)[recipe]
         run = np.repeat(np.arange(len(recipe)), counts)
         tensor = np.arange(len(run)) + np.repeat(self._begins[recipe] - np.cumsum(counts) + counts, counts)
@@ -368,7 +368,7 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     Args:
         recipes: recipes in the order in which their inputs are stored.
         task_bytes: target size. A task with several rows exceeds the target by at most its recipe's `align` rows.
-        leaf_bytes: leaf size, at multiples of which the first output is cut unless a task would be too large.
+        leaf_bytes: leaf size. The first output is cut at multiples of the leaf size unless a task would be too large.
 
     Returns:
         Tasks in the order of the recipes, except that tasks far above `task_bytes` come first, in descending order of
@@ -409,7 +409,7 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
 def _cuts(
     recipes: Sequence[Recipe], large: I64, nbytes: I64, outputs: _Extents, task_bytes: int, leaf_bytes: int
 ) -> tuple[I64, I64, I64]:
-    """Cut recipes into runs of rows of nearly equal size. Return the recipe, the start and the stop of each run."""
+    """Cut recipes into nearly equal runs of rows. Return the recipe, the start and the stop of each run."""
     num_rows = np.array([recipes[i].num_rows for i in large.tolist()], np.int64)
     align = np.array([recipes[i].align for i in large.tolist()], np.int64)
     is_cut = (align > 0) & (num_rows > align)
@@ -432,7 +432,7 @@ def _cuts(
 
 
 def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I64]:
-    """Group consecutive small recipes. Return the number of recipes and the position of each batch."""
+    """Group consecutive small recipes. Return each batch's number of recipes, and the recipe after the batch."""
     counts, before, filled = list[int](), list[int](), task_bytes + 1
     for recipe, size in zip(small.tolist(), nbytes.tolist(), strict=True):
         # The initial `filled` is above the limit, so that the first recipe opens a batch.
