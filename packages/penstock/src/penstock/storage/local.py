@@ -79,7 +79,7 @@ class LocalFile:
 
     Attributes:
         uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
-        state: the state at open, with which later states are compared.
+        state: the file's state when it was opened, with which the methods compare its later states.
 
     Raises:
         NotFound, PermissionDenied: there is no such file, or it may not be read.
@@ -98,13 +98,13 @@ class LocalFile:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Open a regular file. Raises the errors of the class."""
+        """Open a regular file. Raises the errors that `LocalFile` lists."""
         fd, state = _open_regular(path)
         return cls(path, fd, state)
 
     def require_unmodified(self) -> None:
-        """Raise SourceChanged or SourceTruncated if the open file was modified. The path may name another file now."""
-        # This runs after every read, so compare three fields first.
+        """Raise SourceChanged or SourceTruncated if the open file was modified, whatever the path names now."""
+        # Every read calls this method, so compare all fields only if size, mtime or ctime differ.
         try:
             now = os.fstat(self._fd)
         except OSError as error:
@@ -187,13 +187,13 @@ def _open_regular(path: str) -> tuple[int, FileState]:
 
 
 def _settled(fd: int, path: str) -> FileState:
-    """Return the file's state at a time after which any write changes the state."""
+    """Wait until any further write would change the file's state, and return the state."""
     deadline = time.monotonic() + _SETTLE_S
     before = state_of(os.fstat(fd))
     while True:
         # A write sets the times at its start, so a long write may never change them again. SEEK_DATA waits for the
-        # inode's lock, which a write holds (ext4, btrfs, tmpfs; on XFS reads themselves wait). It fails with ENXIO for
-        # an empty file and with EINVAL if the file system lacks it.
+        # inode's lock, which a write holds (ext4, btrfs, tmpfs; on XFS reads themselves wait). SEEK_DATA fails with
+        # ENXIO for an empty file and with EINVAL if the file system does not support it.
         with contextlib.suppress(OSError):
             os.lseek(fd, 0, os.SEEK_DATA)
         state = state_of(os.fstat(fd))
@@ -312,7 +312,7 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
     if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return None
     mask: int = struct.unpack_from("=I", answer, 0)[0]
-    # A kernel may have statx without this field.
+    # Before Linux 6.1, statx does not return the alignment.
     if not mask & _STATX_DIOALIGN:
         return None
     address, offset = struct.unpack_from("=II", answer, _STATX_DIOALIGN_AT)
@@ -347,7 +347,7 @@ _RENAME_EXCHANGE = 2
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two names atomically. Raises OSError (EINVAL) if the file system lacks this operation."""
+    """Exchange two names atomically. Raises OSError (EINVAL) if the file system cannot do this."""
     if not _LINUX or not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):

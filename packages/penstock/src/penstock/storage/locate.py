@@ -82,7 +82,7 @@ _CONSOLIDATED = re.compile(r"consolidated([.-].*)?\.safetensors(\.index\.json)?"
 _ADAPTER = re.compile(
     r"(adapter_model|adapter|pytorch_lora_weights)([.-].*)?\.safetensors(\.index\.json)?", re.IGNORECASE
 )
-# Variants of the same weights from transformers and diffusers: another precision, or with or without averaging (EMA).
+# Variants of the same weights from transformers and diffusers: different precision, or with or without averaging (EMA).
 _VARIANT = re.compile(
     r"(?P<stem>.+?)(?P<part>-\d+-of-\d+)?\.(?P<variant>fp16|bf16|fp32|fp8|float16|bfloat16|float32|float8|half|int8|non_ema|ema)"
     r"(?P<later>-\d+-of-\d+)?\.safetensors(?P<index>\.index\.json)?",
@@ -116,7 +116,7 @@ class Location:
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
     """Find the files of a weight set, without reading them.
 
-    In a directory, the files are the shards that `model.safetensors.index.json` or a different only index lists.
+    In a directory, the files are the shards listed in `model.safetensors.index.json`, or in the only index file.
     Without an index, the files are all `*.safetensors` except adapters, variants, duplicates and hidden files, see
     `_weight_files`. Subdirectories are ignored. A directory without safetensors files may contain one GGUF model. The
     URI of one part of a split GGUF model selects all parts.
@@ -185,7 +185,7 @@ def _explains_name(uri: Uris) -> Iterator[None]:
 def format_hint(
     hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
 ) -> Iterator[None]:
-    """Add this hint to a FormatError from the block, unless the error has a hint."""
+    """Add `hint` to a FormatError that the block raises, unless the error already has a hint."""
     try:
         yield
     except FormatError as error:
@@ -194,7 +194,7 @@ def format_hint(
 
 
 def require_local(uri: Uri) -> None:
-    """Raise NotFound unless a local path exists and has weights. This opens no file, and skips remote URIs."""
+    """Raise NotFound unless a local path exists and has weights. Open no file, and ignore remote URIs."""
     place = _text(uri)
     if is_remote(place):
         return
@@ -297,7 +297,7 @@ def directory_prefix(uri: str) -> str:
 
 
 def sidecar_uri(uri: Uri) -> str:
-    """Return the URI of the manifest in a directory or next to a file. Raises ConfigError if none is possible."""
+    """Return the URI of the manifest in a directory or next to a file. Raises ConfigError if there cannot be one."""
     place = _text(uri)
     prefix = _prefix_of(place)
     where = _sidecar_of(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
@@ -372,7 +372,7 @@ def _is_file(uri: str) -> bool:
 
 
 def _prefix_of(uri: str) -> str | None:
-    """Return the files' common prefix, which is empty or ends in a slash, or None for a glob over directories."""
+    """Return the common prefix of the files (empty, or ending in a slash), or None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
         return None if _is_glob(prefix.rstrip("/")) else prefix
@@ -408,7 +408,7 @@ def _sidecar_of_only_file(file: str) -> str | None:
     try:
         only = [f"{prefix}{name}" for name in _weights(os.listdir(prefix or "."), file, "")]
     except (PermissionError, ConfigError):
-        # The manifest may also cover other files.
+        # In a directory that cannot be listed or resolved, the manifest may also cover other files.
         return None
     return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
@@ -442,7 +442,7 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
 
 
 def left_out(uri: str, taken: Collection[str]) -> list[str]:
-    """Return the safetensors files of a local directory that are not in its weight set. Empty for other URIs."""
+    """Return the safetensors files in a local directory that do not belong to its weight set. Empty for other URIs."""
     path = local_path(uri) if not is_remote(uri) else ""
     if not os.path.isdir(path):
         return []

@@ -18,7 +18,7 @@ MAGIC = b"penstock manifest 1\n"
 # names.
 _NUM_BLOCKS = 6
 _DTYPES = {dtype.value.encode(): dtype for dtype in DType}
-# A manifest without digests has this form of revision, which covers only the headers.
+# Form of the revision of a manifest without digests. Such a revision covers only the headers.
 _HEADERS_REVISION = re.compile(r"h1-[0-9a-f]{64}")
 
 
@@ -97,12 +97,12 @@ def read_sidecar(raw: bytes, *, uri: str) -> Sidecar:
 
 
 def decode(raw: bytes, *, uri: str) -> Manifest:
-    """Decode and check a manifest, sorted by name. Raises FormatError, or IntegrityError if the revision differs."""
+    """Decode and check a manifest. Raises FormatError, or IntegrityError if the revision does not match the content."""
     return unpack(read_sidecar(raw, uri=uri), uri=uri)
 
 
 def unpack(sidecar: Sidecar, *, uri: str) -> Manifest:
-    """Return the manifest of a sidecar after checking its rows. Raises the same errors as `decode`."""
+    """Check the rows of a sidecar, and return the sidecar as a manifest. Raises the same errors as `decode`."""
     names, dtypes, shapes = _parse_body(sidecar.body, uri)
     # Sizes follow from dtype and shape, so a manifest cannot state false sizes.
     nbytes = table_nbytes(dtypes, shapes)
@@ -235,7 +235,7 @@ def check_signature(raw: bytes, signature: bytes, public_key_pem: bytes) -> None
 
 
 def leaves_of(manifest: Manifest, rows: I64) -> U64 | None:
-    """Return the leaves of these rows of `manifest`, in this order. None without digests."""
+    """Return the leaves of the given rows, in the given order, or None if `manifest` has no digests."""
     if manifest.leaves is None:
         return None
     return leaf.take_leaves(manifest.leaves, leaf.num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), rows)

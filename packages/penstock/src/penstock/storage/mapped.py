@@ -1,7 +1,7 @@
 """Local files mapped into memory, for zero-copy use on the CPU.
 
-A `Mapping` is a range of the address space, and a `MappedRange` is the memory of one view in it. Finalizers free both.
-They run in C code if a signal handler's exception would be lost in a Python finalizer.
+A `Mapping` is a range of the address space, and a `MappedRange` is the memory of one view in it. C code frees both,
+because a signal handler's exception would be lost in a Python finalizer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MappedFile(LocalFile):
         self._lock = threading.Lock()
         # One mapping of the whole file, with pages of 2 MiB, serves all views.
         self._whole: weakref.ref[Mapping] | None = None
-        # Views of the whole mapping. They never overlap, so all three lists are in file order.
+        # Views of the whole mapping. Views never overlap, so all three lists are in file order.
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._views: list[weakref.ref[MappedRange]] = []
@@ -142,7 +142,7 @@ class MappedFile(LocalFile):
                 # Touching a page that a truncation removed would kill the process.
                 self.require_unmodified()
                 # In a virtual machine, the CPU's first access to a page faults again in the host. Reading one byte of
-                # each page overlaps this with the disk. Source: benchmarks/results/cpu2_202611/files.md.
+                # each page overlaps these faults with disk reads. Source: benchmarks/results/cpu2_202611/files.md.
                 np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
         self.require_unmodified()
 
@@ -166,13 +166,13 @@ class MappedFile(LocalFile):
             raise typed_error(error, self.uri, (start, start + nbytes)) from error
 
     def _place(self, offset: int, stop: int) -> tuple[Mapping, int] | None:
-        """Return the file's mapping and the index for a new view. None if a live view covers some of the bytes."""
+        """Return the file's mapping and the index for a new view, or None if a live view overlaps."""
         whole = self._whole() if self._whole is not None else None
         if whole is None:
             try:
                 whole = self._map(0, self.nbytes)
             except DestinationError:
-                # There may be enough address space for the view alone.
+                # The address space may be too small for the whole file, but not for the view.
                 return None
             self._whole = weakref.ref(whole)
             # Every view keeps its mapping alive, so the old mapping has no views.
@@ -189,7 +189,7 @@ class MappedFile(LocalFile):
 
 
 class Mapping:
-    """A private, writable mapping of a file's range. Dropping the last reference unmaps it."""
+    """A private, writable mapping of a file's range, which is unmapped when the last reference is dropped."""
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
 
@@ -229,7 +229,7 @@ class _FreeOnDrop(weakref.ref["MappedRange"]):
 
 
 class MappedRange:
-    """Bytes of a mapping that belong to one view. Dropping the last reference frees their pages.
+    """The bytes of one view in a mapping. Dropping the last reference to this object frees the bytes' pages.
 
     An array or memoryview of this object keeps it alive.
     """

@@ -150,7 +150,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
         options: options under the store's own names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
-            `profile` for s3. They take precedence over the environment.
+            `profile` for s3. The options take precedence over the environment.
     """
     check_process()
     scheme, _, rest = uri.partition("://")
@@ -217,7 +217,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
 
 
 def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> Store:
-    """Return a store that signs URLs with fake credentials. Without its query, a URL allows anonymous reads."""
+    """Return a store that signs URLs with fake credentials. For anonymous reads, callers remove the query."""
     environ = ecosystem("AWS_")
     options = _with_profile(read_profile(options.get("profile"), environ), options, environ)
     named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}

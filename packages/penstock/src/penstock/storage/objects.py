@@ -186,7 +186,7 @@ class StoreSource:
             del result, stream
 
     def close(self) -> None:
-        """See `Source.close`. The shared store keeps its connections."""
+        """See `Source.close`. The connections stay open in the shared store."""
 
 
 def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
@@ -206,7 +206,7 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
 
 
 def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Origin | None, str]:
-    """Return the origin for reads by URL and "", or None and the reason why URLs cannot be used."""
+    """Return `(origin, "")` for reads by URL, or `(None, reason)` if the object cannot be read by URL."""
     if place.unsignable:
         return None, place.unsignable
     if place.anonymous:

@@ -71,7 +71,7 @@ class OutputSet:
         directory: the staging directory, made by `create`.
         table: `file_index` and `offset` locate each tensor. Offsets are relative to the file's first body.
         body_nbytes: size of the bodies in each file.
-        groups: group of each file, if the output contains several sets. Names in `table` then begin with the group.
+        groups: group of each file, if the output contains several sets and names in `table` begin with the group.
         gguf_header: header of the only file, if it is a GGUF file. None writes safetensors.
         stem: first part of the file names, before the shard number.
 
@@ -190,7 +190,7 @@ class OutputSet:
                 at, data = at + done, data[done:]
 
     def read(self, file: int, offset: int, into: memoryview) -> None:
-        """Read bytes back from an offset, relative as in `write`. Raises DestinationError if the file is too short."""
+        """Read bytes back. See `write` for `offset`. Raises DestinationError if the file is too short."""
         at = self.data_offset[file] + offset
         with typed(self.directory / self.names[file]):
             while into.nbytes:
@@ -206,7 +206,7 @@ class OutputSet:
         return self.table.names[row][len(group) + 1 if group else 0 :]
 
     def index(self) -> dict[str, bytes]:
-        """Return the index files by name. A group with one file, or with a star in its name, has no index."""
+        """Return the index files by name. A group that has one file, or a star in its name, has no index."""
         indexes = {}
         for group in dict.fromkeys(self.groups):
             rows = [row for row, file in enumerate(self.table.file_index.tolist()) if self.groups[file] == group]
@@ -228,7 +228,7 @@ class OutputSet:
                 os.fsync(fd)
 
     def read_back(self, small: Mapping[str, Content]) -> None:
-        """Read headers and the `small` manifests and weights back. Raises DestinationError if content differs."""
+        """Read back headers, and manifests and weights in `small`. Raises DestinationError if any of them differs."""
         rows: list[dict[str, _Entry]] = [{} for _ in self.names]
         table = self.table
         for row, (file, at, nbytes) in enumerate(
@@ -252,7 +252,7 @@ class OutputSet:
                 raise DestinationError(message, uri=str(path), tensor=name, hint=_READ_BACK_HINT)
         for name, content in small.items():
             path = self.directory / name
-            # A function returns a copy of a source's file, which is neither weights nor a manifest.
+            # Skip functions, which return copies of a source's files and no weights or manifests.
             if isinstance(content, bytes):
                 with _readable(path):
                     if path.name == SIDECAR:
@@ -304,7 +304,7 @@ class OutputSet:
                     os.rename(self.directory, place.path)
                 # The rename is durable only after the parent directory is synced.
                 _sync_directory(place.path.parent)
-            # After a replacement, `directory` contains the old set. Otherwise it is gone. Keep files added by others.
+            # After a replacement, `directory` contains the old set. Keep files in it that others added.
             if not self.directory.is_symlink() and self.directory.is_dir() and (others := foreign(self.directory)):
                 kept = place.path.with_name(f"{short_name(place.path)}.replaced-{secrets.token_hex(4)}")
                 os.rename(self.directory, kept)
@@ -354,7 +354,7 @@ def publish_remote(
     """Upload a set, with the index and manifest last, and remove the local files.
 
     `small` contains small files by name, including the manifest. Raises ConfigError if the prefix contains a weight set
-    or other files. After any other error the set has no manifest, and the next upload may overwrite its files.
+    or other files. After an error during the upload, there is no manifest, and the next upload may overwrite the files.
     """
     from penstock.storage.objects import remove_object, upload_file, write_small
 

@@ -64,7 +64,7 @@ class OutputPlace:
         # `.`, `..` and `/` have no name from which to derive the name of a staging directory.
         path = Path(os.path.realpath(path)) if path.name in {"", ".."} else path.absolute()
         with typed(path):
-            # Resolve only a symlink to an empty directory. A symlink to a weight set is replaced itself.
+            # Resolve only a symlink to an empty directory. A symlink to a weight set is replaced, not followed.
             if path.is_symlink() and path.is_dir() and not _entries(Path(os.path.realpath(path))):
                 path = Path(os.path.realpath(path))
             # lstat raises for names that are too long and for symlink loops. `lexists` would report such paths as
@@ -73,14 +73,14 @@ class OutputPlace:
                 os.lstat(path)
             keeps_directory = False
             if path.is_dir() and not path.is_symlink():
-                # A directory that contains only the files of an interrupted write must also stay.
+                # A directory that contains only the files of an interrupted write must also be kept.
                 keeps_directory = bool(_reason_to_stay(path)) or (any(_staging_in(path, path)) and not _entries(path))
         return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
-        """Raise ConfigError unless the place is free, or contains only a weight set and `replace` is true.
+        """Raise ConfigError unless the destination is free or, if `replace` is True, contains only a weight set.
 
-        No local path in `sources` may be inside the place.
+        No local path in `sources` may be inside the destination.
         """
         with typed(self.path):
             require_apart(sources, self.path, replace=replace)
@@ -365,7 +365,7 @@ def remove_dead(place: OutputPlace, kind: str) -> None:
 
 
 def lock_within(fd: int, wait_s: float) -> None:
-    """Lock an open file until its descriptor is closed. Raises OSError, which is BlockingIOError after `wait_s`."""
+    """Lock an open file until its descriptor is closed. Raises BlockingIOError after `wait_s`, or another OSError."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -416,8 +416,8 @@ def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
     If the process is killed midway, the next writer uses the list in the staging directory to move the files back.
 
     Args:
-        order: returns the rank of a file name. Files with low ranks move first. These are manifest and index, so that a
-            reader detects missing files.
+        order: returns the rank of a file name. Files with low ranks move first: manifest and index, so that a reader
+            detects missing files.
     """
     names = sorted((name for name in os.listdir(staging) if name != _LOCK), key=lambda name: (order(name), name))
     with open(staging / _MOVING, "xb") as file:

@@ -1,7 +1,7 @@
 """Common code for model hubs as storage: addresses, listings, and sources that check the hub's SHA-256.
 
 A URI is `SCHEME://[KIND/]org/name[@revision][/file]`. A pinned file is opened in the local cache of the hub's library,
-or streamed over HTTP without being written to disk. Manifests of repositories are stored next to that cache.
+or streamed over HTTP without being written to disk. Manifests of repositories are stored next to this cache.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def paths_of(where: RepositoryAddress, files: Mapping[str, RepositoryFile], *, b
 
 
 class RepositoryStorage(ABC):
-    """A model hub as storage. It is read-only, but stores manifests of repositories in the user's cache.
+    """A model hub as read-only storage. Manifests of repositories are stored in the user's cache.
 
     The options `token` and `endpoint` in `storage_options` replace the values from the environment. With an empty
     token, no token is sent.
@@ -180,7 +180,7 @@ class RepositoryStorage(ABC):
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """Return a fixed revision and its files, with at most one request. Raises SourceError or MissingExtra.
 
-        If the hub is offline, `is_new` rereads the local cache, because another process may have filled it.
+        If the hub is offline and `is_new` is True, read the local cache again, which another process may have filled.
         """
 
     @abstractmethod
@@ -195,7 +195,7 @@ class RepositoryStorage(ABC):
 
     @abstractmethod
     def home(self) -> Path:
-        """Return the user's directory that belongs to the hub's library."""
+        """Return the directory in which the hub's library stores this user's files."""
 
     @abstractmethod
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
@@ -292,7 +292,7 @@ class RepositoryStorage(ABC):
         return raw
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
-        """Store a manifest or signature in the user's cache for its revision. Raises ConfigError for other files."""
+        """Store a manifest or signature in the user's cache for its revision. Raises ConfigError for any other file."""
         where = parse(uri, self.scheme)
         if not where.path.endswith(_KEPT_LOCALLY):
             raise ConfigError("a repository on the hub is read-only", uri=uri, hint="write to a local path")
@@ -353,7 +353,7 @@ class HubSource(HashedReads, HttpSource):
             self._digest = FileDigest(file.sha256, self.nbytes, uri, settings.stall_s)
 
     def take_digest(self) -> FileDigest | None:
-        """Return the digest for a reader that checks the digest itself. This source then checks nothing."""
+        """Return the digest to a caller that checks the digest itself, and stop checking it here."""
         digest, self._digest = self._digest, None
         return digest
 

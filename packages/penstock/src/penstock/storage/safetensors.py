@@ -1,7 +1,7 @@
 """The safetensors format: read headers and index files, write headers.
 
-The reader is as strict as the safetensors library. It also rejects duplicate keys, JSON that does not start with `{`,
-and deep nesting. It checks every number against the file's size before it allocates memory.
+The reader is as strict as the safetensors library, and also rejects duplicate keys, JSON that does not start with `{`,
+and deep nesting. The reader checks every number against the file's size before it allocates memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _DataOffsets(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fie
     stop: int
 
 
-# Accept unknown fields, as other readers do. They change the number of strings, so the header is then walked.
+# Accept unknown fields, as other readers do. A header with unknown fields is walked to find duplicate keys.
 class _TensorEntry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]
@@ -258,7 +258,7 @@ def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: i
     wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
     if wrong.size:
         row = int(wrong[0])
-        # This also detects a stop before its start.
+        # `wrong` also contains rows whose stop offset is below the start offset.
         span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {clip(list(shapes[row]))}"
         fault = f"data_offsets are {span}, but {kind} has {nbytes[row]} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
@@ -328,7 +328,7 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
     weight_map = _decode(_STRINGS, raw_map, uri=uri)
     if num_strings(bytes(raw_map)) != 2 * len(weight_map):
         raise FormatError("weight_map names a tensor twice", uri=uri)
-    # Without `weight_map` the index is small, so walk the rest to find duplicate keys.
+    # Walk the rest of the index, which is small, to find duplicate keys.
     _refuse_duplicates(_blank(raw, raw_map), uri=uri)
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
@@ -454,6 +454,6 @@ def _address(view: memoryview) -> int:
 
 
 def clip(value: object) -> str:
-    """Return at most 200 characters of a value for a message. A hostile name may have a hundred megabytes."""
+    """Return at most 200 characters of a value for a message. A hostile name may be a hundred megabytes long."""
     text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
     return text if len(text) <= 200 else text[:200] + "..."

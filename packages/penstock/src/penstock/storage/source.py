@@ -47,7 +47,7 @@ class Source(Protocol):
 
         Args:
             offset: bytes from the start of the source.
-            buffers: writable and contiguous, with format "B". Their content is undefined after an error.
+            buffers: writable and contiguous, with format "B". After an error, the content of `buffers` is undefined.
 
         Returns:
             A fixed name for the path that the bytes took (`page-cache`, `direct`, `http`, `cache`, `memory`).
@@ -55,12 +55,12 @@ class Source(Protocol):
         Raises:
             SourceTruncated: the source is shorter than `offset + sum of lengths`.
             SourceChanged: the source has changed since it was opened.
-            SourceStalled: no byte arrived for `stall_s`.
+            SourceStalled: no byte arrived for `stall_s` seconds.
             SourceUnavailable, PermissionDenied, NotFound: the storage failed, after retries where useful.
         """
 
     def close(self) -> None:
-        """Free descriptors and connections, while no `readv` is running. Idempotent."""
+        """Free descriptors and connections. Call this only while no `readv` is running. Idempotent."""
 
 
 @runtime_checkable
@@ -80,10 +80,10 @@ class Digested(Protocol):
         """Return whether the digest was checked and matches."""
 
     def check_whole(self) -> bool:
-        """Check the digest in the following reads, which cover the content once. Return False without a digest.
+        """Check the digest in the reads after this call. Return False if there is no digest.
 
-        The read that completes the content raises IntegrityError on a mismatch. Before this call, only the start may be
-        read, for example a header.
+        Read the whole content exactly once after this call. The read that completes the content raises IntegrityError
+        on a mismatch. Before this call, read only the start of the content, for example a header.
         """
 
 
@@ -180,7 +180,7 @@ class Storage(Protocol):
 
         Raises:
             NotFound: there are no objects.
-            PermissionDenied: the storage forbids listing. Callers then try the usual names of weight files.
+            PermissionDenied: the storage forbids listing, so callers try the usual names of weight files.
         """
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
@@ -213,7 +213,7 @@ def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
 
     Args:
         scheme: the part before `://`, in lower case.
-        factory: a class or function without arguments. It is called once, when the storage is first used.
+        factory: a class or function without arguments, called once when the storage is first used.
 
     Raises:
         ConfigError: the scheme is invalid or already registered.
@@ -263,7 +263,7 @@ _SMALL_BYTES_PER_S = 64 << 10
 class TimedReads:
     """A source whose reads have a deadline of twice `stall_s` plus one second for each 64 KiB.
 
-    Used for small reads before a load has its own deadlines. Closing it closes the source.
+    For small reads before a load has its own deadlines. Closing this object closes the source.
     """
 
     def __init__(self, source: Source, stall_s: float) -> None:

@@ -74,7 +74,7 @@ _LOCAL_THREADS = 4
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WeightSet(Closeable):
-    """A manifest with an open source for each of its files. Closing it closes the sources."""
+    """A manifest with an open source for each of its files. Closing the weight set closes the sources."""
 
     uri: str
     manifest: Manifest
@@ -114,8 +114,8 @@ def open_weights(
         uri: a file, a directory or prefix, a glob, an index file, or a list of files.
         storage_options: credentials and endpoints, by obstore's names.
         names: tensors to select. With an index, files without a selected tensor are not opened.
-        with_manifest: whether to read the manifest. Pass False to write a new manifest.
-        rename: returns a file's header with new tensor names. Used if several files contain shards of one tensor.
+        with_manifest: whether to read the manifest, which a caller that writes a new manifest does not need.
+        rename: function that returns a file's header with new tensor names. Needed if files contain shards of a tensor.
 
     Returns:
         A weight set with tensors in file order and files sorted by name. The caller closes the set.
@@ -308,7 +308,7 @@ def _check_index(
         where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
         fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]), hint=_OTHER_INDEX)
-    # In the other direction, check only the opened shards, because `names` may omit shards.
+    # Also find tensors that the index names but no file contains. `names` may omit shards, so check only opened shards.
     opened = set(files)
     if wanted is not None or len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
@@ -355,7 +355,7 @@ def _manifest(
     "penstock manifest URI --force"
 )
 def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Return the sidecar's leaves in the order of `table`. Raises FormatError for a difference from the headers."""
+    """Return the sidecar's leaves in the order of `table`. Raises FormatError if sidecar and headers differ."""
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
     # The encoded bytes are usually equal, so no row has to be unpacked.
@@ -379,7 +379,7 @@ def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEn
 
 
 def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Do the same as `_matched_leaves` for some of the manifest's files. All tensors of each file must match."""
+    """Return leaves as `_matched_leaves` does, for some of the manifest's files, whose tensors must all match."""
     at = {file.name: index for index, file in enumerate(stated.files)}
     for file in files:
         if file.name not in at:
@@ -450,8 +450,8 @@ def build(
     """Read every tensor once and return the manifest with its digests.
 
     Args:
-        weights: an open set with all of its tensors. The leaves in its manifest are ignored.
-        threads: reader threads, each with a buffer of 8 MiB, or one leaf if longer. 0 means one per core, at most 8.
+        weights: an open set with all of its tensors. Leaves that the set's manifest already has are ignored.
+        threads: reader threads, each with a buffer of 8 MiB or one larger leaf. 0 means one thread per core, at most 8.
         on_bytes: called with the size of each window read, by one thread at a time.
     """
     if leaf_bytes <= 0:

@@ -77,7 +77,7 @@ def new_directory(path: Path) -> Iterator[None]:
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove the empty directories among these, innermost first."""
+    """Remove each of the given directories if it is empty. The caller passes inner directories first."""
     for directory in directories:
         # Another process may have added a file.
         with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def remove_empty(directories: Iterable[Path]) -> None:
 def new_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Open a new file that is synced and renamed to `path` at the end of the block.
 
-    During the block it has a random name, so that another user's symlink is neither followed nor replaced.
+    During the block the file has a random name, so that another user's symlink is neither followed nor replaced.
     """
     new = path.with_name(f".{short_name(path)}.{secrets.token_hex(8)}")
     with typed(path):

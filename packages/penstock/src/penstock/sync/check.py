@@ -32,7 +32,7 @@ prepare(dict[str, _Value])
 
 
 def encode_values(values: Mapping[str, object]) -> bytes:
-    """Encode the values for a check. Raise ConfigError if msgpack cannot encode a value, or for too many bytes."""
+    """Encode the values for a check. Raise ConfigError for a value that msgpack cannot encode, or too many bytes."""
     encoded = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
@@ -111,8 +111,8 @@ class StagedVersion:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass with the staged weights, and return its result.
 
-        The live weights do not change. The forward pass may write to buffers, because it uses copies of them. If it
-        writes to a parameter, the check fails. No other thread may use the module during the call.
+        The live weights do not change. The forward pass may write to buffers, because it uses copies of them. If the
+        forward pass writes to a parameter, the check fails. No other thread may use the module during the call.
 
         Raises:
             PlanError: the target is not a module, or some of its parameters are `unknown`.
@@ -141,7 +141,7 @@ Returns None, True or "" to accept it."""
 
 
 def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
-    """Run a check. Return the reason to refuse the version, or an empty string, and the check's error."""
+    """Run a check. Return why the version is refused, or an empty string, and the check's exception, or None."""
     try:
         result = check(staged.version, staged)
     except Exception as error:  # noqa: BLE001 - any error in the user's code refuses the version
@@ -159,7 +159,7 @@ def staged_version(
     expected: bytes,
     model: torch.nn.Module | None,
 ) -> StagedVersion:
-    """Return a staged version's weights for a check. `live` and `copy` are the target's and its copy's regions."""
+    """Return a staged version's weights for a check. `live` are the target's regions, `copy` the staging copy's."""
     tensors, unknown = requirements.in_copy(lambda tensor: _moved(tensor, live, copy))
     return StagedVersion(
         version=version,

@@ -1,15 +1,15 @@
 """The rules of a two-phase commit, with which all subscribers of a fleet commit a version or none does.
 
-The code of the rules uses no clocks, messages or threads.
+The functions and classes in this module use no clocks, messages or threads.
 
 1. Subscribers stage a version, check it, and report prepared, failed or refused.
-2. Rank 0 of the publishers is the coordinator. Its verdict (`Ballot.decide`) follows at the deadline at the latest.
-3. The hub records a commit before the coordinator reports it to a subscriber. Only the first proposal counts.
+2. Rank 0 of the publishers is the coordinator. The coordinator reaches its verdict (`Ballot.decide`) by the deadline.
+3. The hub records a commit before the coordinator reports it to a subscriber. The first proposal to the hub counts.
 4. A subscriber goes live only after the coordinator or the hub reported `committed`.
-5. If the coordinator is gone or silent, a subscriber proposes a withdrawal to the hub, which returns the recorded
+5. If the coordinator does not reply, a subscriber proposes a withdrawal to the hub, which returns the recorded
    decision. A subscriber without a decision keeps its version.
 
-A commit cannot be undone after step 3, and no subscriber goes live earlier. So all subscribers make the same choice.
+No subscriber goes live before the hub has recorded a commit, which is final. So all subscribers make the same choice.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def learn(
             last_reply = reply.at
             if reply.at - begun <= limit_s:
                 continue
-        # Keep asking, because a silent coordinator may be about to commit.
+        # Keep asking, because a coordinator that does not reply may be about to commit.
         elif reply.kind == "silent" and reply.at - last_reply <= stall_s:
             continue
         reply = yield "hub"

@@ -107,7 +107,7 @@ class MemoryCopy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies after the work on each device's current stream. Return an event after each region."""
+        """Queue the copies after the work on each device's current stream. Return one event per region."""
         events = []
         for name, stream in self._streams.items():
             # Without this wait the copies could read weights that an optimizer step is still writing.
@@ -161,7 +161,7 @@ def _one_by_one(some: Strips, first: int) -> Segments:
 
 
 def received(part: ReceiverPlan) -> Strips:
-    """Return the strips in the receiver's memory that a part fills."""
+    """Return the strips that a part of the plan fills in the receiver's memory."""
     return Strips(at=part.dst, run_bytes=part.run_bytes, num_rows=part.num_rows, pitch=part.dst_pitch)
 
 
@@ -182,7 +182,7 @@ REST_SHARE = 0.25
 
 
 def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
-    """Return additional addresses of the memory, or None if some memory, such as host memory, cannot be exchanged."""
+    """Map memory at additional addresses. Return None if some memory, such as host memory, cannot be exchanged."""
     found = [memory_of(memory.address) for memory in memories]
     # A flip exchanges the whole allocation at an address, so the region must cover all of it.
     if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
@@ -192,9 +192,9 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
 
 
 class StagingCopy(Closeable):
-    """Second memory for a target's regions, with the same sizes on the same devices.
+    """Staging memory for a target's regions, with the same sizes on the same devices.
 
-    A flip copies a version, or exchanges physical memory if `served` registers remappable memory (`aliases_of`).
+    A flip copies the staged bytes, or exchanges physical memory if `served` registers remappable memory (`aliases_of`).
     """
 
     def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:
@@ -207,7 +207,7 @@ class StagingCopy(Closeable):
         self._rest: tuple[str, Strips | None] = ("", None)
 
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
-        """Make the strips that a part fills live. No process may use the live memory during the call.
+        """Make a part's strips live. No process may use the live memory during the call.
 
         Return whether memory was exchanged. A DestinationError with `mutated` means that the target mixes two versions.
         """
@@ -227,7 +227,7 @@ class StagingCopy(Closeable):
         return True
 
     def _copy(self, part: ReceiverPlan, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> MemoryCopy:
-        # A flip by exchange changes the addresses, so they belong to the key.
+        # The addresses belong to the key, because a flip by exchange changes them.
         key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
@@ -271,7 +271,7 @@ def _map_memory(live: Memory, other: Memory) -> None:
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
-    """Return the unfilled strips in the regions that start at `first`, or None if there are too many to copy."""
+    """Return the strips that `filled` does not cover in the regions at `first`, or None if they are too many."""
     whole = filled.is_packed()
     gapped = filled[~whole]
     if int(gapped.num_rows.sum()) > MAX_RUNS:

@@ -113,7 +113,7 @@ def digesters_of(memories: Iterable[Memory]) -> dict[str, Digester]:
 
 
 def digests_of(memories: Sequence[Memory]) -> U64:
-    """Return one digest per memory. Raise DeviceOutOfMemory without space for tables (64 MiB plus 0.02 %)."""
+    """Return one digest per memory. Raise DeviceOutOfMemory unless 64 MiB plus 0.02 % of the memory are free."""
     out = np.empty(len(memories), np.uint64)
     # Use one table per device. With a table for each of 300 parameters, Python took most of the time.
     for device in {memory.device for memory in memories}:
@@ -140,7 +140,7 @@ def digests_of(memories: Sequence[Memory]) -> U64:
 
 
 class PrecomputedDigests:
-    """Digests for a copy of `live` in host memory. The device computes most of them before the copy is made."""
+    """Digests for a copy of `live` in host memory. The device computes most digests before the copy is made."""
 
     def __init__(self, live: Memory, digester: Digester) -> None:
         self._live = live

@@ -32,7 +32,7 @@ from penstock.types import I64, U64
 
 
 class VersionRegions(Closeable):
-    """Registered memory whose offsets continue over all regions. Raise ConfigError if no transport reaches it."""
+    """Registered memory regions in one range of offsets. Raise ConfigError if no transport can reach a region."""
 
     def __init__(
         self, memories: Sequence[Memory], links: PeerLinks, *, precomputed: Sequence[PrecomputedDigests] = ()
@@ -81,7 +81,7 @@ class VersionRegions(Closeable):
                 handle.fence()
 
     def exchange(self, other: VersionRegions) -> None:
-        """Exchange memory and registrations with `other`, which is fenced, has the same sizes and is in no transfer."""
+        """Exchange memory and registrations with `other`, which must be fenced, of equal size and in no transfer."""
         # Use one assignment, so that an interrupt cannot separate a memory from its registrations.
         (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
             (other.memories, other._handles, other._into),
@@ -267,7 +267,7 @@ class LocalVersion:
             self.changed.notify_all()
 
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
-        """Let readers read these filled rows. None means all rows.
+        """Let readers read `rows`, which are filled. None means all rows.
 
         Unless `is_written` is set, readers wait for the kernels queued on the current stream.
         """
@@ -286,7 +286,7 @@ class LocalVersion:
                     waiting.woken.set()
 
     def settle(self, stall_s: float) -> None:
-        """Wait until the device has filled the ready rows, or for `stall_s` seconds."""
+        """Wait until the kernels that fill the ready rows have finished, or for `stall_s` seconds."""
         deadline = time.monotonic() + stall_s
         while time.monotonic() < deadline:
             with self.changed:
@@ -447,7 +447,7 @@ class _RowSpans:
 
 
 class VersionStatus:
-    """The status of a member's newest version. It exists before the member's `LocalVersion`. Thread-safe."""
+    """The status of a member's newest version, created before the member's `LocalVersion`. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -455,7 +455,7 @@ class VersionStatus:
 
     @property
     def now(self) -> NewsReply:
-        """Return the epoch, the version, and whether the version can be read here."""
+        """Return the epoch, the version, and whether the version can be read from this member."""
         # The status is one immutable object, so reading it needs no lock.
         return self._now
 

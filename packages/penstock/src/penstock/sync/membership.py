@@ -48,7 +48,7 @@ Whereabouts = Literal["there", "left", "gone"]
 
 
 def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple[Member, float]:
-    """Join the fleet. Return the member, which leaves when the stack closes, and its stall deadline in seconds."""
+    """Join the fleet. Return the member and its stall deadline. The member leaves when `stack` closes."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     # Use a third of the stall deadline, so that time is left for requests to peers if the hub hangs.
     client = HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3))
@@ -109,7 +109,7 @@ class Membership:
                 self._looked_at = time.monotonic()
                 return tuple(self._members.values())
         with self._lock:
-            # A restarted hub lists only the members that have reported since, so add the previous members.
+            # A restarted hub lists only members that have reported after the restart, so add the previous members.
             previous = self._members if reply.is_new else {}
             self._is_partial = reply.is_new
             self._members = previous | {other.member: other for other in reply.members}
@@ -204,14 +204,14 @@ class Membership:
         return False
 
     def whereabouts(self, member: str, *, max_age_s: float) -> Whereabouts:
-        """Return whether a member takes part, left the sync, or died. The list may be `max_age_s` seconds old."""
+        """Return whether a member takes part, left the sync, or died. The member list may be `max_age_s` old."""
         known = next((other for other in self.look(max_age_s=max_age_s) if other.member == member), None)
         if known is None:
             return "left"
         return "gone" if self.is_gone(known) else "there"
 
     def has_left(self, member: str, *, max_age_s: float) -> bool:
-        """Return whether a member left the sync or died. The list may be `max_age_s` seconds old."""
+        """Return whether a member left the sync or died. The member list may be `max_age_s` seconds old."""
         return self.whereabouts(member, max_age_s=max_age_s) != "there"
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class SyncClient(PeerClient):
         return session
 
     def alive(self) -> None:
-        """Return if the member's server replies. Otherwise raise PeerLost or SourceStalled."""
+        """Check that the member's server replies. Raise PeerLost or SourceStalled if the server does not reply."""
         self._ask("GET", "/v1/alive", type(None))
 
     def layout(self) -> Layout:
@@ -291,7 +291,7 @@ class SyncClient(PeerClient):
         )
 
     def version_map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the descriptors of a version. Raise StaleDescriptor if it is outdated, or NotFound after `wait_s`."""
+        """Return a version's descriptors. Raise StaleDescriptor for an outdated version, or NotFound after `wait_s`."""
         query = f"version={version}&wait_ms={int(wait_s * 1000)}"
         version_map = self._ask("GET", f"{self._session_path}/map?{query}", VersionMap)
         # Check the descriptors, which must not make this process connect to a different host.
@@ -377,7 +377,7 @@ class SyncClient(PeerClient):
             return super()._send(verb, path, body)
 
     def close(self) -> None:
-        """Close the connection. The member ends the session itself after some time without requests. Idempotent."""
+        """Close the connection. The member ends a session that sends no requests for some time. Idempotent."""
         # Do not acquire `_requesting`, because `close` must also interrupt a request that waits for its reply.
         with self._ending:
             self._is_ending = True
@@ -386,7 +386,7 @@ class SyncClient(PeerClient):
 
 
 def name_of_strips(*columns: bytes) -> bytes:
-    """Return a digest of the number and columns of strips, which identifies them."""
+    """Return a digest that identifies strips, computed from their number and their columns."""
     # Include the number of strips, because columns of different lengths could otherwise have the same digest.
     digest = blake3(len(columns[0]).to_bytes(8, "little"))
     for column in columns:

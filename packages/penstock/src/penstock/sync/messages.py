@@ -93,7 +93,7 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of the byte ranges, as little-endian uint64. None while the bytes of a range are not ready."""
+    """Digests of byte ranges, as little-endian uint64. `digests` is None while some bytes are not ready."""
 
     digests: bytes | None
     num_ready: Count
@@ -109,7 +109,7 @@ class PackRequest(DigestRequest, frozen=True, kw_only=True):
 
 
 class PackReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors of the buffer that contains the ranges, by transport. None until a buffer is filled."""
+    """Descriptors of the buffer that contains the ranges, by transport. `regions` is None until a buffer is filled."""
 
     regions: dict[str, bytes] | None = None
     lease: str = ""

@@ -1,4 +1,4 @@
-"""The planner for all receivers of a sync. It runs on the publishers' rank 0, or without publishers on a receiver."""
+"""The planner for all receivers of a sync, on the publishers' rank 0, or on a receiver if there is no publisher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, TableReply
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 
-# Number of cached plans. Few are enough, because a version is read from publishers, and later only from receivers.
+# Number of cached plans. A few plans are enough, because a version's sources are publishers and later only receivers.
 _KEPT_PLANS = 4
 
 Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
@@ -39,7 +39,7 @@ class _EncodedPlan:
 
 @dataclass(eq=False)
 class Planner:
-    """The planner of a member, whose layout is `ours`. Server threads call it, but only one thread plans at a time."""
+    """The planner of a member, whose layout is `ours`. Any thread may call the planner. One thread plans at a time."""
 
     membership: Membership
     version_status: VersionStatus
@@ -49,7 +49,7 @@ class Planner:
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        # Planning takes seconds and holds only `_planning`. `_lock` guards the tables, so that others need not wait.
+        # Planning takes seconds and holds only `_planning`. `_lock` guards the tables, so that no request waits.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         # Layouts of sources by their digest, and each receiver's layout with its digest.
@@ -62,7 +62,7 @@ class Planner:
         # Store the layout before any step that may fail, so that the receiver need not send it again.
         if not self._learn(asker, request):
             return LayoutNeeded()
-        # Fetch a new list for an outdated request. It has the new layout, which a source reports before serving it.
+        # For an outdated request, fetch a new member list. A source reports its new layout before it serves from it.
         members = self.membership.look(max_age_s=0.0 if request.is_outdated else self.membership.timing.member_list_s)
         epoch = self._epoch_of(members)
         ranks = _ranks(members, epoch)
@@ -82,7 +82,7 @@ class Planner:
         try:
             sources = self._sources(members, asker, version, request)
         except StaleDescriptor:
-            # Fetch the list again, because another receiver may have finished this version since.
+            # Fetch the list again, because another receiver may have finished this version in the meantime.
             members = self.membership.look()
             sources = self._sources(members, asker, version, request)
         if isinstance(sources, NotYet):
@@ -92,7 +92,7 @@ class Planner:
         except PlanError as error:
             if not _missing(sources) and sources[0].state.side == "publisher":
                 raise
-            # The request may still be valid, because receivers serve only the tensors that they received.
+            # A receiver serves only the tensors that it received, so the request may succeed with other sources.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
         # A part takes several megabytes and is the same for every version, so send it only once.
@@ -140,7 +140,7 @@ class Planner:
     def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
         epoch, ours = self._epoch_of(members), self.version_status.now.version
         theirs = {member.state.version for member in members if member.state.epoch == epoch}
-        # A dead publisher stays listed for a while with its last version, which may have been withdrawn since.
+        # Skip withdrawn versions, because a dead publisher stays listed for a while with its last version.
         theirs -= {version for version in refused if version > ours}
         return sorted({version for version in (ours, *theirs) if version >= 0}, reverse=True)
 
@@ -235,7 +235,7 @@ class Planner:
         return True
 
     def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
-        """Return the members' layouts, except of unreachable receivers. Raise StaleDescriptor if none remains."""
+        """Return the layouts of members, except unreachable receivers. Raise StaleDescriptor if no member remains."""
         layouts = []
         for holder in holders:
             layout = self.ours() if holder.member == self.membership.member.id else None
@@ -266,7 +266,7 @@ class Planner:
 
 
 def layout_in(request: PartRequest, asker: str) -> Layout:
-    """Return the layout in a receiver's request. Raise PlanError if it is invalid or belongs to another member."""
+    """Return the layout in a receiver's request. Raise PlanError if the layout is invalid or another member's."""
     assert request.layout is not None
     layout = decode(request.layout, Layout)
     # Reject a layout with another member's id, which would lead to a wrong plan for that member.
@@ -288,7 +288,7 @@ def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    # Receivers may be sources without all ranks, because planning checks whether all elements are available.
+    # If the sources are receivers, no rank is missing, because planning checks whether all elements are available.
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {rank.state.rank for rank in ranks}

@@ -1,7 +1,7 @@
 """The exchange of boundary elements between publisher ranks, needed to quantise blocks that cross shard edges.
 
 At each publish, every rank reads and verifies the regions that it needs from other ranks. Rank 0 plans the reads, and
-the exchange succeeds on all ranks or on no rank. It is a sync among publishers with a separate request handler.
+the exchange succeeds on all ranks or on no rank. The exchange is a sync among publishers with its own request handler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HANDLER = "boundary"
 
 
 class BoundaryPlanner:
-    """The planner on rank 0. It plans when all ranks have reported their requirements, and again after a change."""
+    """The planner on rank 0, which plans when all ranks have reported their requirements, and again after a change."""
 
     def __init__(self, membership: Membership, ours: Layout) -> None:
         self._membership = membership
@@ -123,7 +123,7 @@ class BoundaryPlanner:
 
 
 class BoundaryExchange:
-    """One rank's side of the exchange. `rows` are its tensors with blocks. `wants` receive other ranks' elements."""
+    """One rank's side of the exchange. `rows` are its tensors with blocks. `wants` are for other ranks' elements."""
 
     def __init__(
         self, sync: Membership, rows: Sequence[ShardRow], wants: Sequence[ShardRow], *, is_first: bool, world_size: int
@@ -192,7 +192,7 @@ class BoundaryExchange:
         if self._peers is not None:
             # Expect every rank for every version, even a rank that was late before.
             self._peers.absent.clear()
-            # Begin first, because another rank may request the decision while this rank still waits for members.
+            # Begin before this rank waits for members, because another rank may request the decision in the meantime.
             self._peers.begin(version, [self._member.id])
             ranks = self._ranks(epoch)
             self._peers.begin(version, [rank.member for rank in ranks])

@@ -21,7 +21,7 @@ class Batch(Protocol):
         ...
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the work, and return an event for its end on each device. On the host, do the work immediately."""
+        """Queue the work, and return events for the end of the work, one per device. On the host, work immediately."""
         ...
 
 

@@ -38,13 +38,13 @@ class Offer:
     """The rows that one rank serves. An offer is a context manager.
 
     Attributes:
-        memories: the memory that a snapshot copies. For a host copy it includes the tagged rows.
+        memories: the memory that a snapshot copies, including the tagged rows if the copy is in host memory.
         filled: regions of tagged rows that are not copied.
         is_copied: whether the tagged rows are filled and then copied.
 
     Args:
-        transforms: see `publisher`. None means that only rows without a tag are served.
-        copies: destination of the copies of `memories`: `device` or `cpu`. None means no copies.
+        transforms: see `publisher`. If None, serve only rows without a tag.
+        copies: where to copy `memories` to, `device` or `cpu`. None means no copies.
         memory_bytes: limit in bytes for the copies and the transformed tensors together.
     """
 
@@ -223,7 +223,7 @@ class VersionSnapshot(Closeable):
         announce: Callable[[], None] = lambda: None,
         stall_s: float = 30.0,
     ) -> float:
-        """Copy the live memory after the work queued on the current stream, and return the seconds.
+        """Copy the live memory after the work queued on the current stream. Return how many seconds the copy took.
 
         Mark `rows` as ready. None means all rows. Call `announce` once, when readers may request the version.
         """

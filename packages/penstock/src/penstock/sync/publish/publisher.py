@@ -1,4 +1,4 @@
-"""A trainer rank as a publisher. It declares its tensors once and then publishes one version after the other.
+"""A trainer rank as a publisher, which declares its tensors once and then publishes one version after the other.
 
 In live mode receivers read the parameters, and training waits for the receivers. In snapshot mode receivers read a
 copy. With `commit="all"`, rank 0 decides when the receivers have reported.
@@ -54,8 +54,8 @@ class Publisher(Closeable):
     """A rank that publishes, created by `publisher`. A context manager. Only one thread at a time may publish.
 
     Attributes:
-        latest: highest version that earlier groups published. For a restarted rank, the newest version of its group.
-            Versions to publish must be above it.
+        latest: highest version that earlier groups published, or, if this rank was restarted, that its group published.
+            The rank must publish a version above `latest`.
     """
 
     def __init__(
@@ -208,18 +208,18 @@ class Publisher(Closeable):
         All ranks call this with the same arguments, except that only rank 0's `check` counts. Parameters that were
         moved, cast back or replaced in the module since the previous version are registered again.
 
-        In live mode this returns when each subscriber that was known at the start has the version, has failed, or has
-        made no progress for the stall deadline. In snapshot mode this returns when the copy is complete. The parameters
-        may change afterwards.
+        In live mode the call returns when each subscriber that was known at the start has the version, has failed, or
+        has made no progress for the stall deadline. In snapshot mode the call returns when the copy is complete. The
+        parameters may change after the call.
 
         Args:
             version: version number, higher than all earlier version numbers.
             commit: with `each`, a subscriber goes live when it has the version. With `all`, the subscribers prepare the
                 version, and rank 0 decides whether all of them go live or none. In live mode this call returns after
                 the decision. In snapshot mode, call `wait_decision` to wait for the decision.
-            timeout_s: with `all`, maximum number of seconds until the decision. None means the stall deadline.
-            stragglers: with `all`, what to do if a subscriber fails or does not prepare the version in time.
-                `leave_out` commits the version for the other subscribers. `withdraw` withdraws the version. Use
+            timeout_s: with `commit="all"`, maximum seconds until the decision. None means the stall deadline.
+            stragglers: with `commit="all"`, what to do if a subscriber fails or does not prepare the version in
+                time. `leave_out` commits the version for the other subscribers. `withdraw` withdraws the version. Use
                 `withdraw` for engines with several ranks, each of which is a subscriber.
             check: numbers, strings, lists and tensors by name, at most 1 MiB, which the subscribers' `Hooks.check`
                 receives. If values are passed with `commit="all"`, at least one check must pass.
@@ -229,10 +229,10 @@ class Publisher(Closeable):
         Raises:
             ConfigError: an argument is invalid, the version is not above the previous version, another group publishes
                 the name, or dtypes or shapes changed since the publisher was created. Nothing was published.
-            VersionRefused: with `all`, the version was withdrawn and never goes live.
-            HubUnavailable: with `all`, the hub did not record the decision. Subscribers keep the previous version, or
-                learn from the hub that this version was committed.
-            PeerLost, SourceStalled: rank 0 is gone or does not publish this version. This rank withdraws the version.
+            VersionRefused: with `commit="all"`, the version was withdrawn and never goes live.
+            HubUnavailable: with `commit="all"`, the hub did not record the decision. Subscribers keep the previous
+                version, or learn from the hub that this version was committed.
+            PeerLost, SourceStalled: rank 0 is gone or does not publish this version. The version is withdrawn.
             DestinationError: a device failed. A snapshot on the device may have been announced, so its version number
                 cannot be used again.
             PlanError: a tensor cannot be published, for example because its memory was freed. Nothing was published.
@@ -383,7 +383,7 @@ class Publisher(Closeable):
             if self._announcements.is_withdrawn:
                 self._withdraw()
             else:
-                # Keep serving the version after an error, because it may still be committed and receivers read it here.
+                # Keep serving the version after an error, because it may still be committed and read here.
                 self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
@@ -431,7 +431,7 @@ class Publisher(Closeable):
             time.sleep(self._membership.timing.members_pause_s)
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until this many subscribers have joined. Raise SourceStalled after `timeout_s` or the stall deadline."""
+        """Wait until `count` subscribers have joined. Raise SourceStalled after `timeout_s` or the stall deadline."""
         require_type("count", count, int, "a number of subscribers")
         require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s
@@ -447,7 +447,7 @@ class Publisher(Closeable):
         before = self._state
         if not self._enter(PublisherState.CLOSED):
             return
-        # Withdraw first, because subscribers must learn of it from this rank or the hub before this process leaves.
+        # Withdraw pending versions before this process leaves, so that subscribers learn of the withdrawal.
         self._progress.cancel("the publisher was closed before the decision")
         if before is PublisherState.DECIDING and self.rank == 0 and self._pending is not None:
             wait([self._pending[1]], self._stall_s)
@@ -477,9 +477,9 @@ def publisher(
     `close`.
 
     Args:
-        name: name of the sync. One group of ranks publishes it.
-        params: a module, or this rank's tensors by name (whole tensors, DTensors or `Shard`s). Each version has the
-            tensors that the object contains at the time of the publish. The tensors in a `state_dict()` do not follow
+        name: name of the sync, under which only one group of ranks publishes.
+        params: a module, or this rank's tensors by name (whole tensors, DTensors or `Shard`s). A version has the
+            tensors that `params` contains when the version is published. The tensors in a `state_dict()` do not follow
             their module to new memory.
         connection: see `join`.
         mode: with `snapshot`, receivers read a copy, which takes as much memory as the parameters, and `publish` waits

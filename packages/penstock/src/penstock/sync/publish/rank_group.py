@@ -21,8 +21,8 @@ from penstock.waits import jitter
 
 
 def claim(membership: Membership) -> None:
-    """Claim the name as rank 0. Raise ConfigError if an earlier group is alive, or SourceStalled if it is silent."""
-    # The hub forgets a silent member after its TTL. The stall deadline covers a slow or restarted hub.
+    """Claim the name as rank 0. Raise ConfigError if an earlier group is alive, or SourceStalled if it stays listed."""
+    # The hub forgets a member without heartbeats after its TTL. The stall deadline covers a slow or restarted hub.
     within_s = membership.member.welcome.ttl_s + membership.stall_s
     deadline = time.monotonic() + within_s
     # Last heartbeat of each other group at the time when this rank first saw the group.
@@ -30,7 +30,7 @@ def claim(membership: Membership) -> None:
     while True:
         others = _earlier(membership, membership.look())
         for other in others:
-            # A group with a new heartbeat is alive. The host of a silent group may have died, so wait for its TTL.
+            # A group with a new heartbeat is alive. The host of a group without heartbeats may have died, so wait.
             if other.seen > first_seen.setdefault(other.member, other.seen):
                 raise _taken(membership.name, other)
         if not others:
@@ -62,7 +62,7 @@ def _taken(name: str, other: SyncMember) -> ConfigError:
 
 
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
-    """Return the epoch for a rank above 0: `now` while its rank 0 is alive, or else the newest without this rank.
+    """Return the epoch for a rank above 0: `now` if its rank 0 is alive, or else the newest epoch that lacks this rank.
 
     Raise ConfigError if every epoch already has this rank, or SourceStalled if no rank 0 joined.
     """
@@ -133,7 +133,7 @@ class FirstVersions:
 
 
 def decided(membership: Membership, epoch: str, version: int) -> Decision:
-    """Return rank 0's decision on a version to another rank. Raise PeerLost or SourceStalled if there is none."""
+    """Request rank 0's decision on a version. Raise PeerLost or SourceStalled if rank 0 sends no decision."""
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     since = time.monotonic()
     while True:
@@ -145,7 +145,7 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if decision.is_over:
             return decision
-        # Rank 0 enforces the deadlines of a version that has begun, which may be hours away.
+        # Wait without limit for a version that has begun, because rank 0 enforces the version's deadlines.
         if decision.is_begun:
             since = time.monotonic()
         elif time.monotonic() - since > stall_s:
@@ -272,7 +272,7 @@ class SubscriberProgress:
         """Record a receiver's request for its part, which proves that the receiver is alive."""
         with self._changed:
             self.absent.discard(member)
-            # The request counts for every version, because it may not name one.
+            # Count the request as progress on every version, because a request need not name a version.
             for state in self._versions.values():
                 if member in state.expected:
                     state.expected[member].progressed = time.monotonic()
@@ -319,7 +319,7 @@ class SubscriberProgress:
             self._changed.notify_all()
 
     def wait_decision(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
-        """Return the verdict on a version with a two-phase commit at its deadline at the latest."""
+        """Wait for the verdict on a version with a two-phase commit, at most until its deadline."""
         with self._changed:
             state = self._versions[version]
         assert state.ballot is not None
@@ -376,7 +376,7 @@ class SubscriberProgress:
             self._check = version, values
 
     def check_of(self, version: int) -> bytes:
-        """Return the values for checks of the newest version, or no bytes if there are none or the version is older."""
+        """Return the stored values for checks of a version, or empty bytes if no values are stored for the version."""
         with self._changed:
             return self._check[1] if self._check[0] == version else b""
 

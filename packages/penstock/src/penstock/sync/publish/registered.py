@@ -136,7 +136,7 @@ class Registered(Closeable):
         Raises:
             ConfigError: names, dtypes or shapes changed. The old registration stays.
             PlanError: a tensor cannot be declared. The old registration stays.
-            PenstockError: see `publisher`. Nothing is registered, and the next call retries.
+            PenstockError: see `publisher`. After this error nothing is registered, and the next call retries.
         """
         registration = self._registration
         is_there = registration is not None and registration.storages.are_there()
@@ -200,7 +200,7 @@ class Registered(Closeable):
                 )
                 stack.callback(snapshot.close)
                 local_version = snapshot.local_version
-            # Warm up now, because at a receiver's first request, engines and a live publish would wait for it.
+            # Load the kernels now. At a receiver's first request, engines and a live publish would wait for loading.
             local_version.regions.warm_up()
             if self._connect is not None:
                 self._connect(offer)

@@ -88,7 +88,7 @@ class OnePhase:
     _rank: TrainerRank
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
-        """Let receivers read a version, and return the seconds of its copy."""
+        """Let receivers read a version, and return how many seconds its copy took."""
         if self._rank.rank == 0 and self._rank.registered.snapshot is None:
             self._rank.progress.begin(version, self._rank.subscribers())
         return self._rank.show(version, metadata)
@@ -111,7 +111,7 @@ class TwoPhase:
     _terms: CommitTerms
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
-        """Let receivers read a version, and return the seconds of its copy. If this fails, withdraw the version."""
+        """Let receivers read a version, and return how many seconds its copy took. Withdraw it after an error."""
         if self._rank.rank == 0:
             self._rank.progress.begin_two_phase(version, self._rank.subscribers(), self._terms)
         with self._withdrawn_on_error(version):

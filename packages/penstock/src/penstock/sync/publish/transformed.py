@@ -38,7 +38,7 @@ millisecond of Python. Source: benchmarks/results/h200_202611/transform.md."""
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Chosen:
-    """A row of this rank that is offered in another format."""
+    """A row of this rank that is also offered in an additional format."""
 
     row: ShardRow
     form: Format
@@ -97,7 +97,7 @@ def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[st
 
 
 class Transformed:
-    """Memory for the codes and scales of the chosen rows. Each publish fills it from the parameters."""
+    """Memory for the codes and scales of the chosen rows. Each publish fills this memory from the parameters."""
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
         mine, parts, boundary = _lay_out(chosen)

@@ -1,18 +1,18 @@
-"""The flip: the steps that make a version live. Their order is the same for staged, direct and restored versions.
+"""The flip: the steps that make a version live, in the same order for staged, direct and restored versions.
 
 1. Wait until all leases of readers end. New readers wait.
-2. Call the hook `before_pause`. If the hook raises an error, the engine continues to serve.
+2. Call the hook `before_pause`. If `before_pause` raises an error, the engine continues to serve.
 3. Withdraw the live version, because peers must not read bytes that are about to change.
 4. Check that the tensors did not move, because the hook may restore offloaded weights.
 5. Move the bytes from the staging copy, from the sources, or from a stored version.
 6. Install: permute, cast, and run the loader.
 7. Record the version as live, even if a later hook raises an error.
 8. Call `at_commit` before requests resume, because caches of the old weights must not be used with the new weights.
-9. Serve the version to peers and admit readers. This precedes the last hook, which may run requests or raise an error.
+9. Serve the version to peers and admit readers, before the last hook, which may run requests or raise an error.
 10. Call `after_resume`.
 
 If a later step than step 2 fails before a byte of the target was written, the previous version is served again and the
-engine resumes with it. If it fails after that, the target is dirty, or still released.
+engine resumes with it. If a step fails after a byte was written, the target is dirty, or still released.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FlipOrder:
     def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
         """Make a version live. `move_bytes` moves the version's bytes to the target.
 
-        `move_bytes` calls its argument before it writes. If it raises a PenstockError with `mutated`, it has written.
+        `move_bytes` calls its argument before it writes. A PenstockError with `mutated` means that bytes were written.
         """
         self.previous, self.paused_at = self.states.now, None
         try:
@@ -117,7 +117,7 @@ class FlipOrder:
 
     def _give_up(self, error: BaseException) -> None:
         known = error if isinstance(error, PenstockError) else None
-        # Assume that bytes were written after an interrupt or an error of another class, which do not tell.
+        # Assume that bytes were written after an interrupt or another error without the attribute `mutated`.
         if self.states.now is S.FLIPPING and (known is None or known.mutated):
             self.states.enter(S.WRITING)
         if self.states.now is S.WRITING:

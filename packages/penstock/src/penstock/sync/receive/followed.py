@@ -18,7 +18,7 @@ from penstock.types import TensorTable
 
 @dataclass(eq=False)
 class FollowedTarget:
-    """A target, and where its tensors were when its requirements were determined."""
+    """A target, and the addresses that its tensors had when its requirements were determined."""
 
     target: Target
     load: Load | None
@@ -28,12 +28,12 @@ class FollowedTarget:
         self._tensors: torch.nn.Module | Mapping[str, Declarable] = {}
         self._checkpoint = ""
         self._placed: Placed | None = None
-        self._unfilled: set[str] = set()  # tensors that no version fills, so they may move
+        self._unfilled: set[str] = set()  # tensors that may move, because no version fills them
 
     def requirements(self, table: TensorTable, tags: Mapping[str, str]) -> Requirements:
         """Return the requirements of the target's current tensors. Raises the same errors as `requirements_for`."""
         checkpoint = layout_digest(table)
-        # Call a function only once for each checkpoint. Its tensors may have moved since.
+        # If the target is a function, call it only once for each checkpoint. The tensors from it may move later.
         if isinstance(self.target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
             self._tensors, self._checkpoint = tensors_of(self.target, table), checkpoint
         requirements = requirements_for(self._tensors, table, self.load, strict=self.strict, tags=tags)

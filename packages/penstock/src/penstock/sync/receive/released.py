@@ -74,7 +74,7 @@ class ReleasedMemory:
         for storage, mine in filled.values():
             nbytes = storage.nbytes()
             unfilled = others.get(storage.data_ptr(), [])
-            # A storage may also contain tensors outside the target. Free it only if the target covers it up to gaps.
+            # A storage may also contain tensors outside the target. Free it only if the target fills it except gaps.
             covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *unfilled))
             remappable = memory_of(storage.data_ptr())
             if not (storage.resizable() or remappable) or covered < nbytes:
@@ -95,7 +95,7 @@ class ReleasedMemory:
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
-        """Allocate the storages again. Idempotent. Can be retried after DeviceOutOfMemory or DestinationError."""
+        """Allocate the storages again. Idempotent. Callers may retry after DeviceOutOfMemory or DestinationError."""
         for memory in self._remappable:
             try:
                 try:
@@ -168,7 +168,7 @@ class ReleasedVersion:
     def read_stored(
         self, update_loop: UpdateLoop, stored: StoredVersion, links: PeerLinks, error: PenstockError
     ) -> Staged:
-        """Fill the target from a stored version after `error`. Verify the bytes if it is the released version."""
+        """Fill the target from a stored version after an update raised `error`. Verify the released version."""
         begun = time.perf_counter()
         if update_loop.checkpoint is None:
             raise error
@@ -213,7 +213,7 @@ class ReleasedVersion:
 
 @dataclass(eq=False)
 class Release:
-    """The weights of a subscriber while its engine sleeps. Only one thread at a time may release or restore them."""
+    """The weights of a subscriber while its engine sleeps. Only one thread at a time may release or restore weights."""
 
     name: str
     target: Target

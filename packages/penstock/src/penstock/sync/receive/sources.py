@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class LocalLink:
-    """A link to a `LocalVersion`. Without `same_process`, reads are the same as from another process on this host."""
+    """A link to a `LocalVersion`. If `same_process` is False, read as from another process on this host."""
 
     same_host = True
 
@@ -65,7 +65,7 @@ _AT_ONCE = 16
 
 @dataclass(eq=False)
 class PeerLink:
-    """A link to another member through the member's server. `same_host` means that its Unix socket was reached."""
+    """A link to another member through the member's server. `same_host` is True if a Unix socket was reached."""
 
     same_process = False
 
@@ -105,9 +105,9 @@ class PeerLink:
 
 
 class SourceFailed(Exception):
-    """The failure of one source. The caller can continue without it. `error` is the reason."""
+    """The failure of one source. The caller can continue with other sources. `error` is the reason."""
 
-    # This is not a PenstockError, because an update without remaining sources raises `error` instead.
+    # SourceFailed is not a PenstockError, because an update without remaining sources raises `error` instead.
 
     def __init__(self, member: str, error: PenstockError) -> None:
         super().__init__(member)
@@ -235,7 +235,7 @@ class SourceRead:
         return self.into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
-        """Return the source's digests when its strips are ready. Raise SourceStalled, or Cancelled at the end."""
+        """Return the source's digests when they are ready. Raise SourceStalled, or Cancelled once `is_over` is True."""
         seen = -1
         moved = time.monotonic()
         while not is_over():
@@ -260,7 +260,7 @@ class SourceRead:
         release: list[str] = []
         for theirs, ours, rows in packed:
             for batch in batches(rows, self.link.map.pack_buffer_bytes):
-                # Use one buffer at a time. A step that held a buffer while waiting for another could wait for itself.
+                # Use one buffer at a time. A step that waited for a second buffer could deadlock with itself.
                 if failed is None:
                     try:
                         failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)

@@ -56,7 +56,7 @@ class UpdateOptions:
 
     @property
     def has_check(self) -> bool:
-        """Return whether a hook checks versions before they go live. The caller then reports the outcome."""
+        """Return whether a hook checks versions before they go live, so that the caller must report the outcome."""
         return self.hooks.check is not None
 
     @property

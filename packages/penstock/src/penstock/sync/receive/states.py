@@ -49,7 +49,7 @@ NEXT: Mapping[SubscriberState, frozenset[SubscriberState]] = {
     S.STAGED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.PREPARED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.FLIPPING: frozenset({S.WRITING, S.STAGED, S.PREPARED}),
-    # A restore may end here, because an engine may restore weights that belong to no version.
+    # A restore may end in IDLE, because an engine may restore weights that belong to no version.
     S.WRITING: frozenset({S.LIVE, S.IDLE, S.DIRTY}),
     S.CLOSED: frozenset(),
 }

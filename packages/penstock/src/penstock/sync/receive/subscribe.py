@@ -42,19 +42,19 @@ def subscriber(
 
     Args:
         name: name of the sync.
-        target: a module, whose loader is recorded once. Alternatively tensors, DTensors or `Shard`s by the checkpoint's
-            names, each with its own layout, or an empty dict, to which the first update adds tensors on the CPU.
-            Alternatively a function that receives the published tensors on the meta device before the first update and
-            returns tensors by name (`lambda published: {name: torch.empty_like(...), ...}`).
+        target: a module, whose loader is recorded once, or tensors, DTensors or `Shard`s by the checkpoint's names,
+            each with its own layout. To an empty dict, the first update adds tensors on the CPU. The target may also
+            be a function that receives the published tensors on the meta device before the first update and returns
+            tensors by name (`lambda published: {name: torch.empty_like(...), ...}`).
         connection: hub, token, address and transports. See `publisher`.
         mode: with `staged`, versions arrive in a staging copy as large as the target, and only the flip writes to the
             target. With `direct`, versions arrive in the target itself while the engine is paused, without a copy.
-        load: function that receives pairs (name, tensor) and fills the module. None means the module's `load_weights`,
-            or the names in its state dict.
+        load: function that receives pairs (name, tensor) and fills the module. If None, `load_weights` of the module
+            is used, or else the names in the module's state dict.
         strict: if True, published tensors must fill every parameter of a module or every tensor of a dict. If False,
             unfilled tensors keep their values.
-        transforms: tags of the formats to receive if they are offered (`fp8-block128`). None means the format for which
-            the module has codes and scales, or unquantised tensors.
+        transforms: tags of the formats to receive if they are offered (`fp8-block128`). If None, receive the format for
+            which the module has codes and scales, or else unquantised tensors.
         rank: rank and number of ranks of the engine, such as `(0, 8)`, which only `penstock status` shows. None means
             the values of torch.distributed if it is initialised, and otherwise `(0, 1)`.
         hooks: the engine's callbacks around a commit.
@@ -65,7 +65,7 @@ def subscriber(
         HubUnavailable: there is no hub.
         ConfigError: an argument is invalid.
         MissingExtra: a package that an argument needs is not installed.
-        BudgetTooSmall: `settings.memory_bytes` is too small for direct mode. The first update raises it in staged mode.
+        BudgetTooSmall: `settings.memory_bytes` is too small. In staged mode, the first update raises this error.
     """
     require_name("name", name)
     connection = resolve_connection(connection)

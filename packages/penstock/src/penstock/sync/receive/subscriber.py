@@ -1,4 +1,4 @@
-"""An inference rank as a subscriber. It receives one version after the other, each complete and verified.
+"""An inference rank as a subscriber, which receives one version after the other, each complete and verified.
 
 A staged update is `stage`, which reads, verifies, checks and votes, and then `commit`, which waits for the fleet's
 decision and flips. A direct update reads during the flip.
@@ -96,7 +96,7 @@ class Subscriber(Closeable):
         )
 
     def open(self) -> Self:
-        """Join the sync. The hub then lists this subscriber, and other members can send requests."""
+        """Join the sync, so that the hub lists this subscriber and other members can send requests."""
         self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             self.member.check_grant,
@@ -158,7 +158,7 @@ class Subscriber(Closeable):
             version=self.version,
             state=standing,
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
-            # Limit the length, because the path names every source.
+            # Limit the length of the path, which names every source.
             path=live.path[:1024],
             took_s=live.took_s,
             pause_s=live.pause_s,
@@ -189,8 +189,8 @@ class Subscriber(Closeable):
             ttl_s: seconds after which the lease expires. None means the stall deadline.
 
         Raises:
-            VersionNotLive: the version is not live when the block is entered. When the block is left, this means that
-                the lease has expired and another version was installed, so the results may mix two versions.
+            VersionNotLive: at the start of the block, the version is not live. At the end of the block, the lease has
+                expired and a different version was installed, so the results may mix two versions.
         """
         require_seconds("ttl_s", ttl_s)
         with self._leases.lease(version, self._stall_s if ttl_s is None else ttl_s) as live:
@@ -205,8 +205,8 @@ class Subscriber(Closeable):
                 the stall deadline.
 
         Raises:
-            SourceStalled: no such version was announced in this time.
-            VersionRefused: the version was withdrawn. This is raised once. Call again to wait for a later version.
+            SourceStalled: no such version was announced within the time limit.
+            VersionRefused: the version was withdrawn. A second call waits for a later version.
             Cancelled: the subscriber was closed.
         """
         require_seconds("timeout_s", timeout_s)
@@ -218,7 +218,7 @@ class Subscriber(Closeable):
         """Wait for each new version, make it live, and yield its report, until the subscriber is closed.
 
         If the trainer or a source is lost, the live version stays and the loop continues to wait. Refused versions are
-        skipped. A warning is logged in each case. One thread at a time may iterate or update.
+        skipped. Each loss and each refusal is logged. One thread at a time may iterate or update.
 
         Raises:
             PenstockError: an error of `update` that waiting would not resolve, such as PlanError, ConfigError or
@@ -255,12 +255,12 @@ class Subscriber(Closeable):
         and no other thread may use a module while its loader is recorded.
 
         Args:
-            timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. In addition, each
-                request to a publisher that does not reply takes up to the stall deadline.
+            timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. Each request
+                to a publisher that does not reply takes up to the stall deadline in addition.
 
         Returns:
-            Whether all the work is done. If not, the publisher did not join in time, and the first update does the
-            remaining work.
+            Whether all the work is done. False means that the publisher did not join in time, so that the first update
+            does the remaining work.
 
         Raises:
             ConfigError: a version is staged, and this call would replace its memory.
@@ -291,12 +291,12 @@ class Subscriber(Closeable):
 
         Args:
             version: the exact version to receive. None means the newest version.
-            timeout_s: seconds to wait for a version that can be read. If None, wait for the stall deadline if no
-                version is published yet, and do not wait if the version is outdated.
-            progress: see `load`. It counts verified bytes.
+            timeout_s: seconds to wait for a version that can be read. None means the stall deadline if no version is
+                published yet, and no wait if the version is outdated.
+            progress: see `load`. The progress counts verified bytes.
 
         Returns:
-            A report of the update. It counts 0 bytes if the newest version is already live.
+            A report of the update, with 0 bytes if the newest version is already live.
 
         Raises:
             PlanError: names, dtypes or shapes do not match. The error lists the tensors, and the target is unchanged.
@@ -334,16 +334,16 @@ class Subscriber(Closeable):
         return -1 if newest is None else newest.version
 
     def release(self, *, free: bool = True, returns: bool = False) -> int:
-        """Release the weights while the engine sleeps. Until `restore`, `version` is -1 and no process reads them.
+        """Release the weights while the engine sleeps. Until `restore`, `version` is -1 and no process reads weights.
 
         The call waits for readers (`pinned`) and also frees the staging memory. Call this while the engine is idle.
         Only one thread at a time may call this or update.
 
         Args:
-            free: whether to free the memory of the tensors that a version fills. Their addresses change. If False, the
+            free: whether to free the memory of the tensors that a version fills, whose addresses change. If False, the
                 engine frees the memory with its own allocator after this call, and allocates it again before `restore`.
-            returns: with `free=False`, whether the engine will also restore the bytes itself. The bytes are digested
-                now, for a later `restore(in_place=True)`.
+            returns: if `free=False`, whether the engine will also restore the bytes itself. The bytes are digested now,
+                to verify them in `restore(in_place=True)`.
 
         Returns:
             The number of freed bytes. Some memory, such as host memory in an arena, cannot be freed.
@@ -371,9 +371,9 @@ class Subscriber(Closeable):
 
         Args:
             version, timeout_s: see `update`. None means the newest version that a publisher or another subscriber has.
-            stored: version to restore from storage if no member of the sync has a version. If it is the released
-                version, every byte is compared with the digests from the release.
-            in_place: whether the engine restored the bytes itself. Digests from `release(returns=True)` verify them.
+            stored: version to restore from storage if no member of the sync has a version. If the stored version is the
+                released version, every byte is compared with the digests from the release.
+            in_place: whether the engine restored the bytes, to be verified with digests from `release(returns=True)`.
 
         Raises:
             ConfigError: the weights are not released.
@@ -427,19 +427,19 @@ class Subscriber(Closeable):
     def commit(self) -> UpdateReport:
         """Make the staged version live. In a two-phase commit, wait for the fleet's decision first.
 
-        Call it soon after `stage`, because the other subscribers go live as soon as the decision is known.
+        Call `commit` soon after `stage`, because the other subscribers go live as soon as the decision is known.
 
         Raises:
             ConfigError: no version is staged.
             DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip. If `mutated` is set,
-                the target is dirty. Otherwise the previous version is still live and the new version still staged.
+                the target is dirty. If not, the previous version is still live and the new version still staged.
             VersionRefused: the fleet withdrew the version. The previous version is still live.
-            SourceStalled: the decision could not be learned. The new version stays staged, so call this again.
+            SourceStalled: no process returned the decision. The new version stays staged, so call `commit` again.
             StaleDescriptor: later versions are already decided. The previous version is still live.
         """
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
-            # Do not count the bytes and their time again, which `stage` has counted.
+            # Do not count the bytes and the time that `stage` has already counted.
             journey.outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
             return report
 
@@ -483,7 +483,7 @@ class Subscriber(Closeable):
                 self._give_up_staged()
                 self.member.beat_now()
                 raise
-        # Compare the bytes again after a wait, in which a thread that the check started could have written to them.
+        # After a wait, compare the bytes again, because a thread that the check started may have written to them.
         if not just_checked or staged.decide_by is not None:
             try:
                 self._participant.require_unaltered(staged)
