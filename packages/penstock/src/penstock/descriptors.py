@@ -28,15 +28,15 @@ _needed = 0
 
 
 def limit() -> int:
-    """Return the soft limit of this process."""
+    """Return the soft limit on this process's open file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_limit(needed: int | None = None) -> int:
-    """Raise the soft limit within the hard limit, and return the new soft limit.
+    """Raise the soft limit, at most to the hard limit, and return the new soft limit.
 
-    The limit stays unchanged if it allows `needed` descriptors. If `needed` is None, raise it to the hard limit.
+    The soft limit is unchanged if it allows `needed` descriptors, and becomes the hard limit if `needed` is None.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or (needed is not None and soft >= needed):
@@ -63,7 +63,7 @@ def make_room(count: int) -> None:
 def opened(call: Callable[[], T], uri: str | None = None) -> T:
     """Call a function that opens a file or a URL. If no descriptor is free, raise the limit and call again.
 
-    Raises ConfigError at the hard limit. Other errors from the call are raised unchanged.
+    Raises ConfigError if the hard limit is reached. Other errors from the call are raised unchanged.
     """
     try:
         return retried(call)
@@ -74,7 +74,7 @@ def opened(call: Callable[[], T], uri: str | None = None) -> T:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Call a function that opens a file, as `opened` does, but raise the system's OSError at the hard limit."""
+    """Call a function that opens a file, as `opened` does, but raise OSError if the hard limit is reached."""
     try:
         return call()
     except OSError as error:

@@ -1,8 +1,8 @@
 """Every error that Penstock raises. `PenstockError` is the root.
 
 Four errors also derive from the built-in class that a caller would catch: ConfigError is a ValueError, MissingExtra an
-ImportError, NotFound a FileNotFoundError and PermissionDenied a PermissionError. Code inside the package that catches
-one of these built-in classes therefore re-raises PenstockError first.
+ImportError, NotFound a FileNotFoundError and PermissionDenied a PermissionError. So code inside the package that
+catches ValueError, ImportError or OSError must first re-raise PenstockError.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PenstockError(Exception):
 
     Attributes:
         blame: the side at fault: `source`, `destination`, `plan` or `config`.
-        mutated: True if the destination was changed. Load the destination again before using it.
+        mutated: True if the destination was changed, so that it must be loaded again before use.
         uri: the file, object or peer, if the error is about one.
         tensor: the tensor, if the error is about one.
         byte_range: `(start, stop)` in `uri`, if the error is about a range.
@@ -88,7 +88,7 @@ class PenstockError(Exception):
         """Pickle the error with its fields, notes and causes. Unpickling does not call the constructor."""
         state = dict(self.__dict__)
         for name in _OWN_FIELDS:
-            # OSError and ImportError store these fields outside `__dict__`.
+            # OSError and ImportError store the fields in `_OWN_FIELDS` outside `__dict__`.
             if getattr(self, name, None) is not None:
                 state[name] = getattr(self, name)
         # Setting the cause also sets `__suppress_context__`, so that flag comes last.
@@ -141,7 +141,7 @@ _classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
     """Return `error` as an instance of its class and of `others`, unchanged if it already is such an instance.
 
-    A program that catches another library's errors then also catches Penstock's error for the same fault.
+    A program that catches the classes in `others`, which are another library's errors, also catches the result.
     """
     bases = _bases_of(type(error))
     missing = tuple(other for other in others if not isinstance(error, other))
@@ -190,7 +190,7 @@ class ConfigError(PenstockError, ValueError):
 
 
 class MissingExtra(ConfigError, ImportError):
-    """A feature needs an optional package. The hint gives the command that installs it."""
+    """A feature needs an optional package. The hint gives the command that installs the package."""
 
 
 class OperationFailed(PenstockError):
@@ -202,13 +202,13 @@ class Cancelled(PenstockError):
 
 
 class FormatError(PenstockError):
-    """A header, index or manifest is malformed or contradicts its file. No memory was allocated for its contents."""
+    """A header, index or manifest is malformed or contradicts its file. No memory was allocated for the weights."""
 
     blame: ClassVar[Blame] = "source"
 
 
 class UnsafeFormat(FormatError):
-    """The weights are a pickle, which runs code when read. The pickle was not read. The hint says how to convert it."""
+    """The weights are a pickle, which runs code when read, and were not read. The hint gives the conversion command."""
 
 
 class SourceError(PenstockError):
@@ -226,7 +226,7 @@ class PermissionDenied(SourceError, PermissionError):
 
 
 class SourceBusy(SourceError):
-    """A holder has reached its maximum number of readers. Each of these readers has, or will have, the same bytes."""
+    """A holder has reached its maximum number of readers. The holder's readers have, or will have, the same bytes."""
 
 
 class GrantRefused(PermissionDenied):
@@ -326,7 +326,7 @@ class VersionRefused(PenstockError):
 
     Attributes:
         version: the version number.
-        member: the member that refused the version. Empty if no single member did so.
+        member: the member that refused the version, or empty if no single member refused the version.
         reason: why the version was refused.
     """
 
@@ -340,7 +340,7 @@ class VersionRefused(PenstockError):
 
 
 class VersionNotLive(PenstockError):
-    """A request is pinned to a version that is not live, or that stopped being live too early.
+    """A request is pinned to a version that is not live, or that was replaced before the request ended.
 
     Attributes:
         live: the live version, or -1 if no version is live.
@@ -354,9 +354,9 @@ class VersionNotLive(PenstockError):
 
 
 def class_named(name: str, least: type[PenstockError]) -> type[PenstockError]:
-    """Return the error class with a name that another process sent. The name may be any text.
+    """Return the error class called `name`, which another process sent and which may be any text.
 
-    Return `least` unless the name is that of a subclass of `least` that can be constructed from a message.
+    If no subclass of `least` with this name can be constructed from a message alone, return `least`.
     """
     found = globals().get(name)
     if not isinstance(found, type) or not issubclass(found, least) or found.__init__ is not PenstockError.__init__:

@@ -128,14 +128,14 @@ SPI = {
     "checkpoint": "penstock.spi.engine_weights",
     "RankInfo": "penstock.spi.engine_weights",
     "FleetOptions": "penstock.spi.engine_weights",
-    # Versions for an engine that loads whole tensors by name, and versions from a trainer's rank.
+    # Receiving versions in an engine that loads whole tensors by name, and publishing versions from a trainer's rank.
     "VersionReceiver": "penstock.spi.version_receiver",
     "TrainerPublisher": "penstock.spi.trainer_publisher",
     "WholeTensorShares": "penstock.spi.trainer_publisher",
     "Stragglers": "penstock.sync.commit_rules",
     "PublishMode": "penstock.sync.report",
     "UpdateMode": "penstock.sync.report",
-    # Digests of weights in memory, for sleep.
+    # Digests of weights in memory, for engines that free their GPU memory while they sleep.
     "MemoryDigests": "penstock.sync.memory_digests",
     "kernels_ready": "penstock.spi.sleep_kernels",
     # URIs and other files of a model.

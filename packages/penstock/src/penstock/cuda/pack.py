@@ -69,7 +69,7 @@ def _plan(
     one_row = start + nbytes <= run_bytes
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
-    # A power of two divides all numbers of a rectangle if it divides their bitwise OR.
+    # A power of two divides every number in a rectangle's table entry if it divides the bitwise OR of the numbers.
     all_bits = np.bitwise_or.reduce(table, axis=0)
     launches = []
     left = np.arange(len(dst))

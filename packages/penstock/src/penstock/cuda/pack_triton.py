@@ -1,6 +1,6 @@
-"""Triton kernel that copies rectangles between two pitches. Each program copies one tile of a rectangle's packed bytes.
+"""Triton kernel that copies rectangles. Source and destination may differ in pitch.
 
-`cuda.pack` builds the tables and launches the kernel.
+Each program copies one tile of a rectangle's packed bytes. `cuda.pack` builds the tables and launches the kernel.
 """
 
 # mypy: disallow-untyped-decorators=False

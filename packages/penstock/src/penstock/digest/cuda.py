@@ -111,9 +111,9 @@ def plan_leaves(
 
     Args:
         addresses: [num_leaves] address of each leaf in the memory of `device`, best aligned to 16 bytes.
-        nbytes: [num_leaves] bytes of each leaf, at least 1.
+        nbytes: [num_leaves] size of each leaf in bytes, at least 1.
         device: CUDA device. The CPU works only under Triton's interpreter.
-        into: [num_leaves] row of `out` for each leaf, if `digest` receives `out`. If None, row i is leaf i.
+        into: [num_leaves] row of each leaf's digest in `digest(out=...)`. If `into` is None, leaf i uses row i.
     """
     _require_columns(addresses, nbytes)
     num_leaves = len(nbytes)
@@ -144,11 +144,11 @@ def plan_leaves(
 
 
 class OrderedLeaves:
-    """Leaves laid out for the kernels in their order, so that ranges can be digested while other leaves are filled.
+    """Leaves laid out in their original order, so that ranges can be digested while other leaves are filled.
 
-    A range costs a few launches and no planning. To digest all leaves at once, use the faster `plan_leaves`, which
-    also documents the arguments and errors. The scratch is 1/16 of the longest slab, at most 64 MiB unless a single
-    leaf needs more. The caller must keep the memory of the leaves until every digest is done.
+    Digesting a range takes a few kernel launches and no planning. To digest all leaves at once, use the faster
+    `plan_leaves`, which also documents the arguments and errors. The scratch is 1/16 of the longest slab, at most
+    64 MiB unless a single leaf needs more. The caller must keep the memory of the leaves until every digest is done.
     """
 
     def __init__(self, addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -186,7 +186,7 @@ class OrderedLeaves:
 
 
 def _has(leaves: I64, first: int, stop: int) -> bool:
-    """Return whether any of these ascending leaves is in `[first, stop)`."""
+    """Return whether any index in `leaves`, which are in ascending order, is in `[first, stop)`."""
     return len(leaves) > 0 and bool(np.searchsorted(leaves, first) < np.searchsorted(leaves, stop))
 
 
@@ -296,7 +296,7 @@ SCRATCH_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripTable:
-    """Strips laid out for the kernels. The digests take 0.02 % of the strips' bytes."""
+    """Strips laid out for the kernels, with memory for their digests."""
 
     leaves: torch.Tensor
     """Digests of every strip, then of the leaves of strips with several leaves."""
@@ -330,8 +330,8 @@ def plan_strips(
 
     Args:
         address: base address of the strips' offsets, which the caller must have checked.
-        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that run in turn may share it.
-        leaf_bytes: bytes of a leaf. Holder and reader of a sync use the default.
+        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables run in turn may share scratch.
+        leaf_bytes: size of a leaf in bytes. In a sync, both the holder and the reader use the default.
     """
     counts = num_leaves(strips.nbytes, leaf_bytes)
     first = np.cumsum(counts) - counts

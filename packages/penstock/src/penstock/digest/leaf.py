@@ -33,7 +33,7 @@ def num_leaves(nbytes: I64, leaf_bytes: int) -> I64:
 
 
 def leaf_digests(data: memoryview, leaf_bytes: int, out: U64) -> None:
-    """Write the XXH3-64 with seed 0 of every `leaf_bytes` in `data` to `out`. The last leaf may be shorter."""
+    """Write the XXH3-64 (seed 0) of each leaf in `data` to `out`. Each leaf but the last has `leaf_bytes`."""
     digest = xxhash.xxh3_64_intdigest
     for row, start in enumerate(range(0, data.nbytes, leaf_bytes)):
         out[row] = digest(data[start : start + leaf_bytes])
@@ -45,7 +45,7 @@ def name_order(table: TensorTable) -> list[int]:
 
 
 def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
-    """Return the leaves of `rows`, in that order. `counts` holds the number of leaves of each row."""
+    """Return the leaves of the given rows, in the order of `rows`. `counts` holds the number of leaves of each row."""
     row_counts = counts[rows]
     before = np.cumsum(row_counts) - row_counts
     starts = (np.cumsum(counts) - counts)[rows]
@@ -53,7 +53,7 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
 
 
 def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
-    """Return names, dtypes and shapes of these rows, in this order, as unambiguous bytes.
+    """Encode the names, dtypes and shapes of `rows`, in the given order, as unambiguous bytes.
 
     There are six little-endian blocks, each after its length (uint64). The first block lists the dtypes that occur
     (sorted ASCII, separated by newlines). The other blocks hold, for each row, the index of its dtype (uint8), its
@@ -85,7 +85,7 @@ def _pick(column: tuple[T, ...], rows: Sequence[int]) -> tuple[T, ...]:
 
 
 def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
-    """Return the revision of a weight set from `canonical` of its rows, sorted by name, and their leaves."""
+    """Return the revision of a weight set from `body` (`canonical` of the rows sorted by name) and the rows' leaves."""
     # Each part follows its length, so that no two weight sets have the same bytes here.
     hasher = blake3(_MAGIC)
     hasher.update(leaf_bytes.to_bytes(8, "little"))
@@ -98,12 +98,12 @@ def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
 def revision(table: TensorTable, leaf_bytes: int, leaves: U64) -> str:
     """Return the revision `w1-...` of the weights, which does not depend on the files and offsets."""
     rows = name_order(table)
-    # Skip this for sorted rows, as in a fetch. Selecting the 230,000 leaves of 60 GB would take 3 ms.
+    # Rows that are already sorted, as in a fetch, need no reordering, which takes 3 ms for the leaves of 60 GB.
     if rows != list(range(len(table))):
         leaves = take_leaves(leaves, num_leaves(table.nbytes, leaf_bytes), np.asarray(rows, np.int64))
     return root(canonical(table, rows), leaf_bytes, leaves)
 
 
 def headers_revision(headers: list[bytes]) -> str:
-    """Return the revision `h1-...` of files from the BLAKE3 of their headers, in any order."""
+    """Return the revision `h1-...` of files from the BLAKE3 digests of their headers, which may be in any order."""
     return f"h1-{blake3(_HEADERS_MAGIC + b''.join(sorted(headers))).hexdigest()}"

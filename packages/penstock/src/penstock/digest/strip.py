@@ -1,8 +1,8 @@
 """Digests of strips, which are runs of equal length at a fixed pitch, such as a tensor's shard in memory.
 
 A digest is computed as if the strip were packed, because holder and reader have the same runs at different pitches. The
-digest of a strip with one leaf is that leaf's XXH3-64. With more leaves it is the XXH3-64 of the leaves'
-digests, as little-endian uint64.
+digest of a strip with one leaf is that leaf's XXH3-64. The digest of a strip with several leaves is the XXH3-64 of the
+leaves' digests, as little-endian uint64.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Strips:
         return packed
 
     def check(self, nbytes: int) -> None:
-        """Raise PlanError unless all strips are inside memory of `nbytes`."""
+        """Raise PlanError unless all strips fit in a memory region of `nbytes` bytes."""
         num = len(self.at)
         if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
             raise PlanError("the columns of the strip table differ in length")
         room = nbytes - self.at - self.run_bytes
         wrong = (self.at < 0) | (self.run_bytes < 1) | (self.num_rows < 1) | (self.pitch < 0)
         wrong |= (self.run_bytes > nbytes) | (self.at > nbytes) | (room < 0)
-        # Divide, since the product of a hostile pitch and number of rows could overflow. With a pitch of 0 a few bytes
-        # of memory would be a strip of any length and days of work.
+        # Divide, since the product of a hostile pitch and number of rows could overflow. Refuse overlapping runs, since
+        # a strip with a pitch of 0 could have any length and take days to digest.
         wrong |= (self.num_rows > 1) & (
             (self.pitch < self.run_bytes) | (self.num_rows - 1 > room // np.maximum(self.pitch, 1))
         )

@@ -5,8 +5,8 @@
     leaf <= 240 bytes  --short_leaves (a thread a leaf)--> digest
 
 Only the scramble between two blocks is serial. The numbers that a block adds to the eight accumulators do not depend on
-their values. So the length of a leaf limits parallelism only in `finish_leaves`, which reads 1/16 of the bytes.
-`digest.cuda` builds the tables and launches the kernels.
+the accumulators' values. So the length of a leaf limits parallelism only in `finish_leaves`, which reads 1/16 of the
+bytes. `digest.cuda` builds the tables and launches the kernels.
 """
 
 # mypy: disallow-untyped-decorators=False

@@ -73,7 +73,7 @@ class Expected:
         return self._rows[np.arange(int(num_rows.sum())) + np.repeat(first - before, num_rows)], num_rows
 
     def fault(self, row: int, leaf: int) -> IntegrityError:
-        """Return the error for a leaf that differs. `leaf` is its index within the row."""
+        """Return the error for a leaf that differs from its digest. `leaf` is an index within the row."""
         table, start = self.plan.table, leaf * self.leaf_bytes
         return _fault(table, row, start, self.leaf_bytes, self._uris[int(table.file_index[row])])
 
@@ -126,7 +126,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaChecker:
     """Checks slabs with the Triton kernel, in batches, on a separate stream.
 
-    All leaves share one layout if the place has all slabs when `prepare` is called. Otherwise each batch has a layout.
+    All leaves share one layout if the place has all slabs when `prepare` is called, or else each batch has a layout.
     """
 
     num_threads = 1
@@ -233,9 +233,9 @@ class _Layout:
 
 
 class _DigestResults:
-    """Computed and expected digests in host memory. `first` is the first leaf of each row.
+    """Computed and expected digests in host memory. `first` holds the index of each row's first leaf.
 
-    An error that the caller stores refers to this object, so it must not refer to device memory.
+    A stored error refers to this object, which therefore must not refer to device memory.
     """
 
     def __init__(self, expected: Expected, rows: I64, first: I64, wanted: U64, *, is_pinned: bool) -> None:
@@ -253,7 +253,7 @@ class _DigestResults:
 
 
 class _Passing:
-    """Work queued on a stream. Once the work is complete, `done` compares the `ranges` of leaves in `results`."""
+    """Work queued on a CUDA stream. Once the work is complete, `done` compares the `ranges` of leaves in `results`."""
 
     def __init__(
         self, stream: torch.cuda.Stream, results: _DigestResults | None = None, ranges: Sequence[tuple[int, int]] = ()
@@ -273,7 +273,7 @@ class _Passing:
 
 
 class TensorChecker:
-    """Checks ranges of tensors in any order with the xxhash library. Thread-safe. The manifest must have leaves."""
+    """Checks ranges of tensors in any order with the xxhash library. Thread-safe. The manifest needs leaf digests."""
 
     def __init__(self, manifest: Manifest) -> None:
         assert manifest.leaves is not None

@@ -164,14 +164,14 @@ class RingFetch:
                 item.abandon()
             elif not has_begun:
                 self._next = item
-                # If reads are in flight, `_complete` waits for them instead.
+                # If reads are in flight, `_complete` waits for their ends, so do not wait here.
                 if not self._reads:
                     with self._state:
                         self._state.wait(POLL_S)
                 return
 
     def _begin(self, item: RingItem) -> bool:
-        """Start an item on the ring, or post it to the threads. Return False if it must wait for a buffer."""
+        """Start an item on the ring, or post it to the threads. Return False if the item must wait for a buffer."""
         read = item.queue()
         if read == "later":
             return False
@@ -276,7 +276,7 @@ class HostedExecutor:
         return bool(self._in_flight)
 
     def close(self) -> None:
-        """Execute or abandon the remaining items. Call this after the hosting thread has ended."""
+        """Execute or abandon the remaining items. Call this after the ring's thread has ended."""
         while self.turn():
             time.sleep(POLL_S)
 

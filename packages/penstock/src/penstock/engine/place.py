@@ -184,8 +184,8 @@ class CudaPlace:
     def allocating(self) -> Iterator[None]:
         """Let only the calling thread allocate inside the block. Other threads wait for `allocate`.
 
-        Enter the block before reads start, and call `allocate` last in it. Otherwise another thread allocates slabs
-        outside the caller's memory pool, because `torch.cuda.use_mem_pool` affects one thread.
+        Enter the block before reads start, and call `allocate` at the end of the block, so that no other thread
+        allocates slabs outside the caller's memory pool. `torch.cuda.use_mem_pool` affects only one thread.
         """
         with self._state:
             self._is_allocating = True
@@ -204,7 +204,7 @@ class CudaPlace:
                 self._allocate(0, first)
                 self._allocate(first, len(self._nbytes))
             except torch.cuda.OutOfMemoryError as error:
-                # Set this before the block ends and other threads stop waiting.
+                # Set the flag before the block ends, because the end of the block wakes the other threads.
                 self.is_out_of_memory = True
                 raise self.memory_error(sum(self._nbytes)) from error
 

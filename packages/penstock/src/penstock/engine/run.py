@@ -1,7 +1,7 @@
 """The run loop of every journey. Executors run work items by priority, and a ticket holds progress and the first error.
 
 An executor calls an item's `start`, and then `finish` once its work is complete. If the ticket is stopped or `start`
-fails, it calls `abandon` instead. After `Run.close`, no item touches memory any more.
+fails, the executor calls `abandon` instead. After `Run.close`, no item touches memory any more.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Run(Closeable):
 
     Attributes:
         ticket: progress and outcome. The first error of an item stops the run.
-        is_touched: whether the caller's existing memory may have been written to. Errors report this as `mutated`.
+        is_touched: whether the caller's existing memory may have been written to, which errors report as `mutated`.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Run(Closeable):
         return executor
 
     def is_busy(self) -> bool:
-        """Return whether an executor runs an item, whose deadline then applies instead of the ticket's."""
+        """Return whether an executor is running an item, whose deadline then replaces the ticket's deadline."""
         return any(executor.is_busy() for executor in self._executors)
 
     def received_bytes(self) -> int:
-        """Return the bytes received so far, including by running items. If 0, only whole items count as progress."""
+        """Return the bytes received so far, also by running items, or 0 if only finished items count as progress."""
         return 0
 
     def wait(self) -> None:
@@ -168,11 +168,11 @@ class RunState:
 
     Attributes:
         moved_bytes: number of bytes at their destination so far.
-        is_busy: returns whether an executor runs an item, whose deadline then applies instead of the ticket's.
-        received: returns the bytes received so far, including those of running items. If None, only whole items count.
-        error: the first error. None if there was no error or the ticket was released.
+        is_busy: returns whether an executor is running an item, whose deadline then replaces the ticket's deadline.
+        received: returns the bytes received so far, also by running items, or is None if only finished items count.
+        error: the first error, or None if there was no error or the ticket was released.
         stopped: whether the run failed or was cancelled, so that no new item may start.
-        changed: condition that is notified at every change. Changes are made while its lock is held.
+        changed: condition that is notified at every change, and whose lock is held during every change.
         waits: scope of the items' waits, which end when the work stops.
     """
 
@@ -269,11 +269,11 @@ class PendingItem(Protocol):
     """Work that a device is doing."""
 
     def done(self) -> bool:
-        """Return whether the work is complete, without blocking. Raise the device's error if it failed."""
+        """Return whether the work is complete, without blocking. Raise the device's error if the work failed."""
 
 
 class WorkItem(Protocol):
-    """Work for one executor, which calls `start`, and then `finish` or `abandon`. The last two must not raise."""
+    """Work for one executor, which calls `start`, then `finish` or `abandon`. Only `start` may raise."""
 
     priority: int
     """Items with a lower number run first. Items with equal numbers run in posting order."""
@@ -320,7 +320,7 @@ class Executor:
 
     Args:
         name: `fetch`, `place`, `compute`, `send` or `ask`, for the trace and the threads.
-        num_threads: maximum number of threads. The first `post` starts them.
+        num_threads: maximum number of threads, which `post` starts as needed.
         stall_s: seconds that an item may run on a device before the ticket fails.
         on_thread_start: called once in each thread, for example to choose its device. Not allowed with `threads`.
         is_quick, threads: see `Run`.
@@ -446,8 +446,8 @@ class Executor:
             if silent_s > self._stall_s:
                 message = f"{item.name}: the device made no progress for {self._stall_s} s"
                 self._ticket.fail(DestinationError(message, mutated=True))
-            # Wait twice as long before abandoning the item, because the device may still write to its memory. The wait
-            # is bounded in case the device is lost.
+            # Abandon the item only after twice `stall_s`, because the device may still write to the item's memory. The
+            # wait is bounded in case the device is lost.
             if silent_s <= 2 * self._stall_s:
                 return False
         in_flight.popleft()

@@ -21,7 +21,7 @@ IDLE_S = 600.0
 
 
 class Joinable(Protocol):
-    """A thread, or a call in a reusable thread."""
+    """An object to join: a thread, or a call in a reusable thread."""
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread's function has returned."""

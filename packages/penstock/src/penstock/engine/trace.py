@@ -23,7 +23,7 @@ STAGES = "stages"
 
 
 class Trace:
-    """The spans of one process. With `enabled=False` it records busy seconds only."""
+    """The spans of one process. With `enabled=False`, the trace records only busy seconds."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -70,7 +70,7 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str] | None) -> Trace:
-    """Return a trace for `path`, or of busy seconds only if `path` is None. Raise ConfigError if it is unwritable."""
+    """Return a trace to save at `path`, or of busy seconds only if `path` is None. Raise ConfigError for a bad path."""
     if path is not None:
         path = text_of(path)
         # Append, so that an earlier trace stays until this trace is saved.

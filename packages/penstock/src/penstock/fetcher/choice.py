@@ -44,7 +44,7 @@ class ChunkChoice:
 
     def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
         """Set the ranks of the readers. Readers without a rank come last."""
-        # With one order, a reader without a rank is a last resort. With trees, no other upstream waits for it.
+        # With one order, a reader without a rank is a last resort. With trees, no upstream waits for such a reader.
         last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
         for reader in self.readers:
             reader.ranks = ranks.get(reader.upstream.member, last)
@@ -69,8 +69,8 @@ class ChunkChoice:
         return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
 
     def wants_news(self, reader: UpstreamReader) -> bool:
-        """Return True if the upstream's log should be read early, because few chunks to read from it are known."""
-        # The log of an upstream without a rank in a tree is read early only when all other upstreams stall.
+        """Return True if the upstream's log should be requested at once, because few readable chunks are known."""
+        # An upstream without a rank in a tree gets an extra log request only if all upstreams with a rank stall.
         own = {tree for tree in range(self.num_trees) if not self._earlier(reader, tree)}
         return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
 

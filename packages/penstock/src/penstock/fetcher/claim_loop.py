@@ -53,7 +53,7 @@ class ClaimLoop:
     _wanted: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Claim and read until all chunks are present. This is the body of the thread."""
+        """Claim and read until all chunks are present, as the body of the claiming thread."""
         # The hub's first reply contains the first claim, which saves one request for each starting member.
         while not (self.hub.answered.wait(self.timing.fetch_turn_s) or self._should_skip_claims()):
             pass

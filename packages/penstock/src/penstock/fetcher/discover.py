@@ -58,7 +58,7 @@ REQUEST_PAUSE_S = 0.2
 
 
 class PlacedTarget(dict[str, torch.Tensor], ABC):
-    """An empty target that allocates its tensors. `arenas` are the arenas that contain them, if any."""
+    """An empty target that allocates its tensors. `arenas` lists the arenas that contain the tensors, if any."""
 
     arenas: Sequence[Arena] = ()
 
@@ -256,7 +256,7 @@ class Discovery:
         return False
 
     def _retry_until(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-        """Call `ask` with the remaining seconds until it succeeds. Raise `passing` errors only after `wait_s`."""
+        """Call `ask` with the remaining seconds until it succeeds. Errors in `passing` are retried for `wait_s`."""
         begun = time.monotonic()
         is_logged = False
         while True:
@@ -287,7 +287,7 @@ class Discovery:
         )
         for upstream in reply.upstreams:
             try:
-                # Leave time for further members if this member is slow.
+                # Use a quarter of the deadline for each member, so that a slow member leaves time for others.
                 with self._member.peer(upstream, state.key, stall_s=self._settings.stall_s / 4) as peer:
                     peer.lease()
                     layout = from_message(peer.table())
@@ -296,7 +296,7 @@ class Discovery:
                         fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(fault, uri=f"penstock:{upstream.member}")
                     if device.type == "cuda" and peer.is_on_host:
-                        # The fetch will probably read from this member, and mapping can overlap the allocation.
+                        # The fetch will probably read from this member, so map its memory during the allocation.
                         with contextlib.suppress(PenstockError):
                             _in_background(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout

@@ -78,7 +78,7 @@ class HubPoller:
             return True
 
     def run(self) -> None:
-        """Ask for upstreams repeatedly. This is the body of the thread."""
+        """Ask for upstreams repeatedly, as the body of the polling thread."""
         while not self._closing.is_set():
             self.wanted.clear()
             self._drop_failed()
@@ -146,7 +146,7 @@ class HubPoller:
         return time.monotonic() < self._others_read_until
 
     def pop_first_claim(self) -> ClaimReply | None:
-        """Return the claim from the first reply, once."""
+        """Return the claim from the first reply, or None if it was already returned."""
         first, self._first_claim = self._first_claim, None
         return first
 

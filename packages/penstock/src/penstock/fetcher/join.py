@@ -43,9 +43,9 @@ _log = log_named("penstock.fetch")
 
 
 class Fleet:
-    """This process as a member of the fleet, created by `join`. Only one thread at a time may call its methods.
+    """This process as a member of the fleet, created by `join`. Only one thread at a time may call the methods.
 
-    As a context manager it waits for its readers and leaves the fleet on exit.
+    Used as a context manager, the member waits for its readers and leaves the fleet on exit.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, *, max_readers: int) -> None:
@@ -70,12 +70,12 @@ class Fleet:
         """Fill `target` from members that hold the model. Read from storage only chunks that no member has or reads.
 
         Args:
-            target: a module or a dict of tensors that is filled in place. An empty dict receives new tensors at the
-                end, either all or none.
-            fallback: URI of the model in storage. None means to read from members only.
+            target: a module or a dict of tensors, filled in place. An empty dict receives all new tensors at the end,
+                or none if the fetch fails.
+            fallback: URI of the model in storage, or None to read from members only.
             device: device of new tensors.
             storage_options: see `load`.
-            timeout_s: seconds to wait for a first holder if there is no fallback. None means the stall deadline.
+            timeout_s: seconds to wait for a first holder if there is no fallback (default: the stall deadline).
             trace: file for a Chrome trace.
             progress: see `load`. The display shows verified bytes.
 
@@ -164,7 +164,7 @@ class Fleet:
             phases.enter("commit")
             if weights.damage is not None:
                 raise weights.damage
-            # With a manifest every chunk was already verified against it.
+            # If there is a manifest, every chunk was already verified against the manifest.
             if not weights.has_manifest:
                 weights.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
@@ -192,7 +192,7 @@ class Fleet:
 
         Args:
             tensors: contiguous tensors on one device, which must not change until `fence` or `leave`.
-            revision: name of the revision. None means the root of the tensors' digests.
+            revision: name of the revision, by default the root of the tensors' digests.
 
         Returns:
             The key under which members find the weights.
@@ -221,7 +221,7 @@ class Fleet:
             self.member.hide(weights, 0.0)
 
     def serve(self, *, timeout_s: float | None = None) -> None:
-        """Serve as a source until `leave`, SIGTERM or SIGINT. Then wait for the readers and leave.
+        """Serve as a source until `leave`, SIGTERM or SIGINT, then wait for the readers and leave the fleet.
 
         Args:
             timeout_s: return after this many seconds and stay a member. None means no limit.
@@ -270,7 +270,7 @@ class Variant:
     Attributes:
         dtype: the dtype of the weights, under any name that all members use.
         quantization: the quantisation config, or a digest of it.
-        parallel: parallel coordinates of this process, e.g. `{"tp": "1/4", "pp": "0/1"}`.
+        parallel: parallel coordinates of this process, such as `{"tp": "1/4", "pp": "0/1"}`.
         role: the role of the weights, such as `target`, `draft` or `lora:NAME`.
         post_processing: the engine's changes to the weights after loading. Empty means no changes.
         engine: name and version of engine and kernels, if `post_processing` depends on them.
@@ -293,7 +293,7 @@ class Variant:
         self.quantization_digest()
 
     def quantization_digest(self) -> str:
-        """Return `quantization` if it is a str, otherwise a digest. Raise ConfigError if JSON cannot represent it."""
+        """Return `quantization` if it is a str, or else its digest. Raise ConfigError for a value that is not JSON."""
         if isinstance(self.quantization, str):
             return self.quantization
         try:
@@ -334,22 +334,22 @@ def join(
 ) -> Fleet:
     """Join the fleet that exchanges `model`.
 
-    If the given hub does not respond, this logs a warning and continues without it. A fetch with a `fallback` then
-    reads storage, other fetches raise HubUnavailable, and the member joins once the hub responds.
+    If the given hub does not respond, this logs a warning and continues without the hub. The member joins once the hub
+    responds. Until the member has joined, fetches with a `fallback` read storage, and others raise HubUnavailable.
 
     Args:
         model: the name that all members use for the model.
-        connection: hub, token, `listen`, rack, transports and stall deadline. A str is the hub's address. None means
-            `PENSTOCK_HUB`, or the hub of this host if that is unset. See `ConnectionSettings`.
-        revision: exchange only this revision, given as its `w1-` root, a prefix of the root, or your own name. Empty
-            means the fallback's revision, or the revision that the fleet has.
+        connection: hub, token, `listen`, rack, transports and stall deadline, or only the hub's address as a str.
+            The default is `PENSTOCK_HUB`, or the hub of this host if that variable is unset. See `ConnectionSettings`.
+        revision: exchange only this revision, given as its `w1-` root, a prefix of the root, or your own name. The
+            default is the fallback's revision, or else the revision that the fleet has.
         variant: the other properties that must be equal at all members, such as dtype, quantisation and parallel
-            coordinates. None means the defaults of `Variant`.
+            coordinates (default: `Variant()`).
         max_readers: number of concurrent readers of this member. Further readers are sent to other members.
-        max_bytes_per_s: limit for the total of all readers of this member, e.g. `"2G"`. 0 means no limit.
-        min_bytes_per_s: do not use members below this rate, e.g. `"1G"`, and report them as slow. 0 means no minimum.
+        max_bytes_per_s: limit for the total of all readers of this member, such as `"2G"`. 0 means no limit.
+        min_bytes_per_s: do not use members below this rate (`"1G"`), and report members as slow. 0 means no minimum.
         memory_bytes: limit of host staging memory for storage reads.
-        timeout_s: seconds to wait for a given hub that does not respond. None means 10 s, as for every request.
+        timeout_s: seconds to wait for a given hub that does not respond (default: 10 s, as for every request).
         needs_hub: whether a hub that does not respond is an error.
 
     Raises:

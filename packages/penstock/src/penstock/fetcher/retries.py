@@ -54,5 +54,5 @@ class RetryTimes:
         return not (self.has_failed(member, now) or self.full_s(member, now))
 
     def may_be_parent(self, member: str, now: float) -> bool:
-        """Return whether a member may be reported as parent. The member may be full now, but not for long."""
+        """Return whether a member may be reported as parent, even if the member has been full for a short time."""
         return not self.has_failed(member, now) and self._full.get(member, (0.0, 0))[1] < BUSY_TRIES

@@ -60,8 +60,8 @@ class FetchRun(Run):
     """A running fetch. Leaving the `with` block stops every thread. Nothing writes to the weights afterwards.
 
     Args:
-        storage: reads chunks that no member holds. None means to read only from peers.
-        away: why the member has not joined. If set, storage is read without claims from the start.
+        storage: reads chunks that no member holds, or None to read only from peers.
+        away: why the member has not joined. If `away` is set, storage is read without claims from the start.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class FetchRun(Run):
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
 
     def _is_feeding(self) -> bool:
-        # On 2 cores, 64 starting processes delayed the hub by half a stall deadline. Unclaimed reads made it worse.
+        # On 2 cores, 64 starting processes delayed the hub by half a stall deadline, and more with unclaimed reads.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()
@@ -203,7 +203,7 @@ class FetchRun(Run):
         return self._assignment.is_idle()
 
     def is_busy(self) -> bool:
-        """Return True if an operation with a deadline is running. Reads from a failed upstream do not count."""
+        """Return True if an operation with a deadline is running, except for reads from a failed upstream."""
         with self._lock:
             is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)
         return is_new or self._is_feeding()
@@ -277,7 +277,7 @@ class FetchRun(Run):
         self.ticket.wake()
 
     def add_received(self, arrival: ReceivedChunks) -> None:
-        """Queue chunks whose bytes have arrived for verification."""
+        """Queue received chunks for verification."""
         with self._lock:
             self._received.append(arrival)
         self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
@@ -336,7 +336,7 @@ class FetchRun(Run):
             self._claims.close()
         with self._lock:
             reading = list(self._reading)
-        # Otherwise the executors would wait until the reads time out.
+        # Stop the reads, because closing the executors would wait until the reads time out.
         for read in reading:
             read.stop(Cancelled("the fetch was closed"))
         super().close()
@@ -367,7 +367,7 @@ def _follow(
 
 
 class ReadFromUpstream:
-    """A work item that reads chunks from an upstream's memory. Posted reads may be stopped while the item runs."""
+    """A work item that reads chunks from an upstream's memory. The fetch may stop the reads while the item runs."""
 
     __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
 
@@ -400,7 +400,7 @@ class ReadFromUpstream:
             self._read()
         except (Cancelled, DestinationError):
             raise
-        # This includes PlanError if no transport connects the two memories, because other upstreams may work.
+        # Also catch PlanError (no transport connects the two memories), because other upstreams may work.
         except PenstockError as error:
             reader.fail(error)
             fetch.release_chunks(self._chunks)

@@ -72,9 +72,9 @@ class InitializeReport(Summarised):
 def initialize(
     uri: str, destination: str | os.PathLike[str], *, connection: ConnectionSettings | str | None = None
 ) -> InitializeReport:
-    """Put all files of a model into a directory, and verify its weights.
+    """Put all files of a model into a directory, and verify the weights.
 
-    With a hub (`connection`, `PENSTOCK_HUB`) the weights are fetched from members of the fleet, and from storage if no
+    If a hub is set (`connection`, `PENSTOCK_HUB`), weights are fetched from fleet members, and from storage if no
     member has them. The other files are copied from storage. If the hub does not respond, this function logs a
     warning and copies everything from storage.
 
@@ -149,7 +149,7 @@ def copy_other_files(
 ) -> None:
     """Put all files of a model except its weights into a directory: configuration, tokenizer, index.
 
-    Several processes may do so at the same time. Each file appears complete and replaces an existing file.
+    Several processes may copy the same files at once. Each file appears complete and replaces an existing file.
 
     Args:
         place: a pinned URI.
@@ -199,7 +199,7 @@ def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | 
     if not is_remote(place):
         # Copy all files, as the cluster's initializers do. A symlink to a parent directory is followed once.
         found, left_out = walk(root, follow_links=True, max_below=None)
-        # A skipped directory was already visited under another name. Anything else would be missing from the copy.
+        # A skipped directory was already visited under a different name. Skipping a file would leave a gap in the copy.
         for path, why in left_out.items():
             if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
                 raise SourceUnavailable(why, uri=path, hint="repair or remove this path")

@@ -48,7 +48,7 @@ class StorageReader:
 
     @property
     def received_bytes(self) -> int:
-        """Return a counter of received bytes for detecting progress. It may count some bytes twice."""
+        """Return a counter of received bytes for detecting progress. The counter may include some bytes twice."""
         # `Counting` sources report bytes before a read is complete, whereas the runs report complete reads.
         counted = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:

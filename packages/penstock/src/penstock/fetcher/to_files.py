@@ -50,17 +50,17 @@ def fetch_to_files(
 ) -> FetchReport:
     """Fetch the fleet's model and write it to a directory, or only to a device.
 
-    With `to`, bytes are received into the pages of the files, so they use only reclaimable memory.
+    If `to` is set, bytes are received into the pages of the files, and so use only reclaimable memory.
 
     Args:
         fleet: a member, from `join`.
-        to: a directory that does not exist or is empty, and that appears complete. None writes nothing.
+        to: a directory that does not exist or is empty, and that appears only once complete, or None to write nothing.
         device: device that receives the tensors, which must be the host if `to` is set.
         fallback, timeout_s, progress: see `Fleet.fetch`.
         replace: replace an existing weight set at `to` once the new set is complete.
 
     Returns:
-        The fetch's report. With `to`, `phases` includes `write`.
+        The fetch's report, whose `phases` include `write` if `to` is set.
 
     Raises:
         ConfigError: the directory exists and is not empty, contains the fallback, or contains files that Penstock did
@@ -202,7 +202,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
         file_index[row] = len(bodies) - 1
         bodies[-1] += length
     filled = [0] * len(bodies)
-    # Each tensor then starts at a multiple of its element size, as readers that map the file require.
+    # Place wide dtypes first, so that each tensor starts at a multiple of its element size, for readers that map it.
     for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
         offset[row] = filled[file_index[row]]
         filled[file_index[row]] += nbytes[row]

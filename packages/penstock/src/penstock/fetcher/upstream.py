@@ -1,4 +1,4 @@
-"""An upstream of a fetch. A thread follows its log, so that its available chunks are known.
+"""An upstream of a fetch. A thread follows the upstream's log to learn which chunks are available.
 
 The thread records digests in the weights, sets `has`, and wakes the fetch. The fetch's threads read the digests and
 `has`, and record finished reads. A stale value changes the choice of a source but never the bytes.

@@ -57,7 +57,7 @@ class HttpReply:
         self._rest = memoryview(b"")
 
     def readinto(self, view: memoryview) -> int:
-        """Receive some bytes of the body. Return their number, or 0 at its end. Raises MalformedMessage or OSError."""
+        """Receive part of the body. Return the byte count, or 0 after the body. Raises MalformedMessage or OSError."""
         if self.length is None:
             piece = self._rest or self._piece(MessageDeadline(self._pace_s))
             count = min(len(piece), view.nbytes)
@@ -150,8 +150,8 @@ class ClientConnection:
         """Send a request and receive the head of its response.
 
         Args:
-            target: path and query, percent-encoded. For a proxy, the whole URL.
-            fields: header fields in order, including `Host`. The length of the body is added.
+            target: percent-encoded path and query, or the whole URL for a proxy.
+            fields: header fields in order, including `Host`. `Content-Length` is added for a body.
             wait_s: seconds for sending the request and receiving the head, plus one per `MIN_BYTES_PER_S` of the body.
 
         Raises:

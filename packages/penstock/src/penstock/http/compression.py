@@ -202,7 +202,7 @@ class CompressionChoice:
             self._sampled = _Sampled()
 
     def begin(self) -> bool:
-        """Count a request that is about to be sent. Return whether to compress its response. Call `end` afterwards."""
+        """Count a request that is about to be sent. Return whether to compress the response. Call `end` afterwards."""
         with self._lock:
             now = time.monotonic()
             # A pause between requests must not count.

@@ -51,7 +51,7 @@ class MessageDeadline:
 
 
 class HttpConnection:
-    """A connected socket for HTTP/1.1 messages. One thread uses it at a time, but any thread may call `cut`.
+    """A connected socket for HTTP/1.1 messages. Used by one thread at a time, but any thread may call `cut`.
 
     Calls raise TimeoutError if nothing moves within the pace, and OSError if the connection fails. The connection owns
     the socket, which may be TLS or not, TCP or Unix.
@@ -62,7 +62,7 @@ class HttpConnection:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         # Bytes received after a head, which the next receiving call returns first.
         self._ahead = b""
-        # Deadline of the last head, which its body shares.
+        # Deadline of the last message, shared by its head and its body.
         self._deadline = MessageDeadline(pace_s)
         # Nagle's algorithm would delay small requests until an ACK.
         if sock.family != socket.AF_UNIX:
@@ -115,7 +115,7 @@ class HttpConnection:
         raise MalformedMessage(f"the server sent {_MAX_INTERIM} consecutive interim responses")
 
     def _receive_head(self, parser: MessageParser, deadline: MessageDeadline) -> bool:
-        """Receive a head and feed it to its parser. Return False if the connection was closed too early."""
+        """Receive a head and feed it to its parser. Return False if the connection was closed within the head."""
         # The peer may send single bytes, so one deadline limits the whole head.
         self._deadline = deadline
         received, self._ahead = self._ahead, b""
@@ -130,10 +130,10 @@ class HttpConnection:
                 return False
 
     def receive_body(self, nbytes: int, wait_s: float | None = None) -> bytes:
-        """Receive a small body within `wait_s` plus one second for each `MIN_BYTES_PER_S` of it.
+        """Receive a small body within `wait_s` plus one second for each `MIN_BYTES_PER_S` in the body.
 
-        If `wait_s` is None, use the time that remains for the message's head. Raises ConnectionAbortedError at an early
-        end.
+        If `wait_s` is None, use the time that remains for the message's head. Raises ConnectionAbortedError if the
+        connection is closed before the end of the body.
         """
         received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
         if len(received) == nbytes:
@@ -151,7 +151,7 @@ class HttpConnection:
         return b"".join(pieces)
 
     def fill(self, view: memoryview) -> None:
-        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed too early."""
+        """Receive until the view is full. Raises ConnectionAbortedError if the connection is closed before that."""
         while view:
             count = self.receive_into([view])
             if not count:
@@ -159,7 +159,7 @@ class HttpConnection:
             view = view[count:]
 
     def send_all(self, data: bytes) -> None:
-        """Send a whole message within the pace plus one second for each `MIN_BYTES_PER_S` of it."""
+        """Send a whole message within the pace plus one second for each `MIN_BYTES_PER_S` in the message."""
         if self._is_tls:
             self._sock.sendall(data)
             return
@@ -185,7 +185,7 @@ class HttpConnection:
             raise TimeoutError("no byte could be sent in time") from error
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Receive into the start of these views. With TLS the views may not be filled. Return 0 at the end."""
+        """Receive into these views, which TLS may fill partly. Return the byte count, or 0 at the connection's end."""
         if self._ahead:
             count = min(len(self._ahead), len(views[0]))
             views[0][:count] = self._ahead[:count]
@@ -237,7 +237,7 @@ class HttpConnection:
         cut(self._sock)
 
     def close(self) -> None:
-        """Close the socket. If another thread uses it, call `cut` instead."""
+        """Close the socket. If another thread is using the socket, call `cut` instead."""
         self._sock.close()
 
 

@@ -54,7 +54,7 @@ def over_tcp(host: str, port: int, trust: ssl.SSLContext | None = None) -> Conne
 
 
 class ControlConnection(Closeable):
-    """A connection that the first request opens. One thread uses it at a time, but any thread may interrupt it.
+    """A connection that the first request opens, used by one thread at a time but interruptible from any thread.
 
     Args:
         connect: opens the socket, and is called again after a failure.
@@ -186,7 +186,7 @@ class ControlPool(Closeable):
                 lent.close()
 
     def close(self) -> None:
-        """Close every connection. Requests in progress raise OSError, but connecting is not interrupted. Idempotent."""
+        """Close every connection. Requests in progress raise OSError, but a pending connect continues. Idempotent."""
         with self._lock:
             self._is_open = False
             idle, self._idle = self._idle, []

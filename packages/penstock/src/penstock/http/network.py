@@ -195,7 +195,7 @@ def bundles(settings: Settings, environ: Mapping[str, str] | None = None) -> tup
 
 
 def read_bundle(bundle: Bundle) -> bytes:
-    """Return a bundle's certificates as PEM. Raises ConfigError if they cannot be read."""
+    """Return a bundle's certificates as PEM. Raises ConfigError if the certificates cannot be read."""
     try:
         files = sorted(bundle.path.iterdir()) if bundle.path.is_dir() else [bundle.path]
         pem = b"\n".join(file.read_bytes() for file in files if file.is_file())

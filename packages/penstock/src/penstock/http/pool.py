@@ -207,7 +207,7 @@ def _authority(url: SplitResult) -> str:
 
 
 def _open_tunnel(sock: socket.socket, proxy: Proxy, authority: str, *, wait_s: float) -> None:
-    """Request a tunnel from a proxy. Raises OSError if it refuses, and ConfigError if it rejects the credentials."""
+    """Request a tunnel from a proxy. Raises OSError if the proxy refuses, or ConfigError for wrong credentials."""
     # Do not close the connection object, because TLS continues to use the socket.
     fields = [("Host", authority), *proxy.headers]
     reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, fields, wait_s=wait_s)

@@ -48,7 +48,7 @@ ATTEMPTS_PER_STALL = 3
 
 
 class Arrivals:
-    """The number of responses with bytes from a source and the time of the latest, shared by the source's readers."""
+    """How often, and when last, bytes arrived from a source. Shared by all readers of the source."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -58,9 +58,9 @@ class Arrivals:
 class Patience:
     """Remaining retries for one range of a source. Each received byte restores all retries.
 
-    Bytes from other ranges also reset the failures. With many concurrent requests, a server that refuses every second
-    request refuses some ranges several times in a row. Silence is counted for this range alone. `arrivals` is shared by
-    all ranges.
+    Bytes from other ranges also reset the number of failures. With many concurrent requests, a server that refuses
+    every second request refuses some ranges several times in a row. Silence is counted for this range alone. `arrivals`
+    is shared by all ranges.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class Origin(Protocol):
         """Return the headers for `url`, without range and condition."""
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """Discard `url`, which was refused with `status`. Return False if a new URL cannot help."""
+        """Discard `url`, which was refused with `status`. Return False if a new URL would be refused too."""
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """Follow a redirect from `url`. Return None, or the reason to refuse it."""
+        """Follow a redirect from `url`. Return None, or the reason to refuse the redirect."""
 
     def is_redirected(self, url: SplitResult) -> bool:
         """Return whether a server chose the host of `url` by a redirect."""
@@ -218,7 +218,7 @@ class RangeExchange:
 
     Args:
         byte_range: the bytes to request, `[start, stop)`. If None, read the whole response with `read_whole`.
-        seen: validators of the first response. None for the first request.
+        seen: validators of the first response, or None for the first request.
         to_the_end: request all bytes from `start`, so that the same response can continue past `stop`.
 
     Attributes:
@@ -301,7 +301,7 @@ class RangeExchange:
                     raise
 
     def refused(self) -> bool:
-        """Return whether the request was refused but may succeed with a new URL. In this case discard the old URL."""
+        """Return whether the request was refused but may succeed with a new URL, and discard the old URL if so."""
         return self.reply.status in {400, 401, 403, 404, 410} and self._origin.renew(self._url, self.reply.status)
 
     def check(self) -> None:
@@ -366,7 +366,7 @@ class RangeExchange:
             )
 
     def readinto(self, view: memoryview) -> int:
-        """Receive at least one byte into `view`. Return the number of bytes. Raises RequestFailed if none arrives."""
+        """Receive at least one byte into `view` and return the byte count. Raises RequestFailed if no byte arrives."""
         with _typed_errors(self._uri):
             received = self.reply.readinto(view)
         if not received:

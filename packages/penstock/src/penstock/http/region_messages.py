@@ -64,7 +64,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chunk_head(nbytes: int) -> bytes:
-    """Return the head of a chunk. CR LF follows the chunk, and a chunk of 0 bytes is the last."""
+    """Return the head of a chunk. Send CR LF after each chunk, and end the body with a chunk of 0 bytes."""
     return b"%08x\r\n" % nbytes
 
 

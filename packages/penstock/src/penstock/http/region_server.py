@@ -58,7 +58,7 @@ class ServedRegion:
     lent: dict[str, bytes] = field(default_factory=dict)
 
     def opens(self, key: bytes) -> bool:
-        """Return whether this key is valid for the region, in a time that does not depend on the key."""
+        """Return whether this key is valid for the region, comparing keys in constant time."""
         return any(hmac.compare_digest(key, valid) for valid in (self.key, *list(self.lent.values())))
 
 

@@ -59,7 +59,7 @@ class ServerExchange:
         return self._unread_bytes
 
     def prove(self) -> None:
-        """Record that the caller has valid credentials. Unproven connections can no longer displace this connection."""
+        """Mark the connection as authenticated, so that unauthenticated connections cannot displace it."""
         self._place.prove(self._peer or "unix")
 
     def read_body(self, max_bytes: int) -> bytes:
@@ -82,7 +82,7 @@ class ServerExchange:
 
     @property
     def is_local(self) -> bool:
-        """True for a Unix socket. The kernel has then authenticated this process's user."""
+        """True for a Unix socket, whose peer the kernel has authenticated as this process's user."""
         return not self._peer
 
     def answer(self, status: int, body: bytes = b"", fields: str = "") -> None:
@@ -96,7 +96,7 @@ class ServerExchange:
             self.wire.send_all(body)
 
     def begin_answer(self, nbytes: int, fields: str) -> None:
-        """Send the head of a successful response. The handler then sends the body over `wire`.
+        """Send the head of a successful response, whose body the handler then sends over `wire`.
 
         `nbytes` determines the deadline for the whole body. `fields` are header lines that define the end of the body,
         each with its CR LF.
@@ -114,7 +114,7 @@ class ServerExchange:
         self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
-        """Set the deadline for the client to read the response. Return these seconds and the response head."""
+        """Set the deadline for reading the response. Return the seconds until the deadline and the response head."""
         self._has_begun = True
         if self._unread_bytes:
             # Close the connection, because the unread body would be parsed as the next request.
@@ -150,7 +150,7 @@ class HttpServer(ThreadedListener):
     """A listener that serves its connections with a handler, from `start` to `close`. Forked children close their copy.
 
     Args:
-        bound: a bound socket. The server owns it from now on.
+        bound: a bound socket, which the server owns from now on.
         handle: called for each request in the thread of its connection. The handler responds, raises RequestRefused, or
             raises FormatError for a malformed request. An OSError closes the connection.
         full_status: status of the response if there are too many connections.
@@ -200,7 +200,7 @@ class HttpServer(ThreadedListener):
     def _serve_request(self, wire: HttpConnection, place: Connection, peer: str) -> bool:
         """Serve one request. Return whether the connection stays open."""
         limits = place.limits
-        # An unproven client must send its first request within a short time.
+        # An unauthenticated client must send its first request within a short time.
         first_s = limits.idle_s if place.is_proven else limits.head_s
         try:
             head = wire.receive_request(limits.head_s, first_s=first_s, max_bytes=limits.head_bytes)

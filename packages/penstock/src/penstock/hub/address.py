@@ -40,7 +40,7 @@ def parse_peer_url(url: str) -> PeerAddress | None:
 
 
 def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
-    """Connect to a Unix socket. Raise PermissionError if another user's process listens, or OSError."""
+    """Connect to a Unix socket. Raise PermissionError if another user's process is listening, or OSError on failure."""
     # The socket may have been replaced since it was chosen, so check again.
     if fault := private_socket_fault(path):
         raise PermissionError(fault)
@@ -51,7 +51,7 @@ class HubEndpoint:
     """The fixed address of a hub. The subclass `local_hub.LocalEndpoint` follows this host's hub to a new process.
 
     Attributes:
-        is_busy: whether the hub missed a deadline although its process runs, so a later response is likely.
+        is_busy: whether the hub missed a deadline although its process is running, so a retry will probably succeed.
     """
 
     is_busy = False

@@ -229,7 +229,7 @@ async def _renew_life(directory: Directory, auth: Auth) -> None:
     while True:
         try:
             await run_in_threadpool(directory.begin)
-            # Requests with a revoked token are refused, but the token's members would get readers until their entries
+            # Expel the members of revoked tokens. The hub would otherwise send them readers until their entries
             # expire. Reading a changed file creates a new tuple, so compare by identity.
             if (tokens := auth.tokens) is not checked:
                 await run_in_threadpool(directory.expel, {caller.name for _, caller in tokens})

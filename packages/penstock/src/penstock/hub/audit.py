@@ -35,7 +35,7 @@ def stranger(address: str) -> str:
 
 
 class LimitedHandler(logging.Handler):
-    """A handler that passes records to an inner handler, which it owns, at a limited rate for each caller."""
+    """A handler that passes records to an inner handler, which it owns, with a rate limit for each caller."""
 
     def __init__(self, inner: logging.Handler) -> None:
         super().__init__()

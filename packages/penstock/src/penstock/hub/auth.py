@@ -1,9 +1,9 @@
 """Authentication of callers at the hub and at members: tokens, certificates, and the models and rates of each caller.
 
-Members connect to each other with mutual TLS. Addresses are not compared, because members move between addresses that
-no certificate names. If the hub requires certificates, a member's server must present the certificate from its
-registration. If the hub does not, the CA must sign only members of this fleet. Grants (`grants`) are required in
-addition.
+Members connect to each other with mutual TLS. Certificates are not compared with addresses, because members
+move to addresses that no certificate names. If the hub requires certificates, a member's server must present the
+certificate from its registration. If the hub requires no certificates, the CA must sign only members of this fleet.
+Members also require grants (`grants`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Caller:
     """An authenticated caller.
 
     Attributes:
-        models: patterns of the model names that the caller may access. None means all.
+        models: patterns of the model names that the caller may access, or None for all models.
         name: `token:` or `certificate:` and an identifier that is not secret, or `anybody` without authentication.
-        certificate: the names in its certificate. Empty if the hub requires no certificates.
-        is_operator: whether the caller may drain members. True without authentication.
+        certificate: the names in the caller's certificate, or empty if the hub requires no certificates.
+        is_operator: whether the caller may drain members (always true without authentication).
     """
 
     models: tuple[str, ...] | None = None
@@ -77,8 +77,8 @@ class Auth:
     """The authentication settings of a hub. The default requires nothing, and the hub then listens on a Unix socket.
 
     Attributes:
-        certificate: PEM file with the hub's certificate. If set, the hub uses TLS.
-        private_key: PEM file with the key of this certificate.
+        certificate: PEM file with the hub's certificate, or None for a hub without TLS.
+        private_key: PEM file with the key of the hub's certificate.
         client_ca: PEM file with the CA that must have signed the callers' certificates.
     """
 
@@ -100,8 +100,8 @@ class Auth:
 
         Args:
             token_file: read again whenever it changes. Each line has a token of at least 16 characters, then patterns
-                of the models that it may access, or no pattern for all models. `@operator` in the line grants the right
-                to drain members. `#` begins a comment.
+                of the models that the token may access, or no pattern to allow all models. `@operator` in the line
+                grants the right to drain members. `#` begins a comment.
 
         Raises:
             ConfigError: a file cannot be read, a token is too short, or a certificate has no key.
@@ -127,10 +127,10 @@ class Auth:
         return () if self.token_file is None else self.token_file.tokens()
 
     def caller(self, authorization: str, certificate: str = "") -> Caller | None:
-        """Return the caller for an `Authorization` header, or None if it is unknown. Takes the same time for any token.
+        """Return the caller for an `Authorization` header, or None if none matches. Takes the same time for any token.
 
         Args:
-            certificate: the names in the caller's verified certificate, if `client_ca` requires one.
+            certificate: the names in the caller's verified certificate, if `client_ca` is set.
         """
         if self.token_file is None:
             if certificate:
@@ -161,12 +161,12 @@ class TokenFile:
     @classmethod
     def open(cls, path: Path) -> TokenFile:
         """Read the tokens. Raise ConfigError if the file cannot be read or is invalid."""
-        # Get the stamp first. A concurrent change then causes another read instead of being missed.
+        # Get the stamp before reading, so that a concurrent change causes another read instead of being missed.
         seen = _stamp(path)
         return cls(path, read_tokens(path), seen)
 
     def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
-        """Return the valid tokens. Each call checks the stamp of the file, which takes 3 us."""
+        """Return the valid tokens. Each call checks whether the file has changed, which takes 3 us."""
         stamp = _stamp(self._path)
         if stamp != self._seen:
             with self._lock:
@@ -194,7 +194,7 @@ class TokenFile:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return a value that changes whenever the file changes, and that is empty if the file is not accessible."""
+    """Return a stamp that changes whenever the file changes, or an empty tuple if the file is not accessible."""
     # An editor that replaces the file by renaming may preserve its size and mtime, so include ctime and inode.
     try:
         status = path.stat()

@@ -60,7 +60,7 @@ def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
 
 
 def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
-    """Return the number of chunks in ranges. Raise PlanError unless they are sorted, disjoint and inside the chunks."""
+    """Return the number of chunks in `ranges`. Raise PlanError unless the ranges are sorted, disjoint and in bounds."""
     end = total = 0
     for start, stop in ranges:
         if not end <= start < stop <= num_chunks:
@@ -101,7 +101,7 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 
 
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
-    """Return the table after a member reported which chunks it has and which it is still reading.
+    """Return the table after a member's report of the chunks that it has and the chunks that it is reading.
 
     The member becomes the owner of the chunks that it is reading and that have no owner, for example after a restart of
     the hub. The member's other assigned chunks become free.
@@ -125,7 +125,7 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
 def update_table(
     claims: Claims, request: ClaimRequest, *, gone: Collection[str], reported: Mapping[str, HoldingState], now: float
 ) -> Claims:
-    """Return the table without `gone` members, with the reports of the caller and of other readers."""
+    """Return the table without `gone` members, updated from the reports of the caller and other readers."""
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
     for member, holding in reported.items():
@@ -159,7 +159,7 @@ def assign_piece(
 
     Args:
         readable: chunks of the members from which the caller can read.
-        unreachable: members that the caller cannot reach. The claims of these members do not apply to the caller.
+        unreachable: members that the caller cannot reach, whose claims therefore do not bind the caller.
         num_sharing: number of members that read from storage.
     """
     owner = claims.owners(holding.num_chunks)

@@ -74,7 +74,7 @@ _ERRORS: dict[int, type[PenstockError]] = {
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
-    """Return a verb's settings, with None replaced from the environment. Raise ConfigError if a value is wrong."""
+    """Return a verb's settings, with an unset hub or token taken from the environment. Raise ConfigError if invalid."""
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
         settings = replace(settings, hub=settings.hub or environment.hub)
@@ -86,7 +86,7 @@ def resolve_connection(connection: ConnectionSettings | str | None) -> Connectio
 
 @contextmanager
 def _from_variable(name: str) -> Iterator[None]:
-    """Add the name of the environment variable to a ConfigError about its value."""
+    """Add the name of an environment variable to a ConfigError about the variable's value."""
     try:
         yield
     except ConfigError as error:
@@ -137,7 +137,7 @@ class HubClient(Closeable):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the hub is slow but its process runs. See `HubEndpoint`."""
+        """Return whether the hub is slow but its process is running. See `HubEndpoint`."""
         return self._endpoint.is_busy
 
     @property
@@ -209,7 +209,7 @@ class HubClient(Closeable):
         return self._request("POST", "/v1/claim", request, messages.ClaimReply)
 
     def sync(self, request: messages.SyncRequest) -> messages.SyncReply:
-        """Return the members of a sync, with grants for some. On UnknownMember see `beat`."""
+        """Return the members of a sync, with grants for some of the members. On UnknownMember see `beat`."""
         return self._request("POST", "/v1/sync", request, messages.SyncReply)
 
     def decide(self, request: messages.DecideRequest) -> messages.DecideReply:
@@ -262,7 +262,7 @@ class HubClient(Closeable):
 
         Raises:
             HubUnavailable: the deadline passed. The error's `__cause__` is the last failure.
-            PenstockError: the hub refused the request. The status of the response determines the class.
+            PenstockError: the hub refused the request. The response's status determines the error class.
         """
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
@@ -355,7 +355,7 @@ class HubClient(Closeable):
         return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
     def _drop(self, pool: ControlPool) -> None:
-        """Drop a closed pool, so that the next request opens a new pool. Keep a pool that was opened since then."""
+        """Drop a closed pool, unless another thread has replaced it, so that the next request opens a new pool."""
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
@@ -421,9 +421,9 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
     """Return the members of a fleet, their holdings, their progress and the sources of their bytes.
 
     Args:
-        model: only members that have or fetch this model. None means all.
-        connection: the hub and its token, or only the hub's address as a str. None means `PENSTOCK_HUB`, or the hub of
-            this host if that is not set.
+        model: only members that have or fetch this model, or None for all members.
+        connection: the hub and its token, or only the hub's address as a str. The default is `PENSTOCK_HUB`, or the
+            hub of this host if that variable is not set.
 
     Raises:
         HubUnavailable: there is no hub.
@@ -459,12 +459,12 @@ def why(model: str, *, member: str | None = None, connection: ConnectionSettings
 def drain(
     member: str, *, undo: bool = False, reason: str = "", connection: ConnectionSettings | str | None = None
 ) -> str:
-    """Send no more readers to a member until it leaves or the drain is undone. Return its id.
+    """Send no more readers to a member until it leaves or the drain is undone. Return the member's id.
 
     Current readers finish or continue with other members. The member's own fetches and syncs continue.
 
     Args:
-        member: its id, or the beginning of its id as `status` shows it.
+        member: id of the member, or the beginning of the id as `status` shows it.
         undo: send readers to the member again.
         reason: text for the audit log and the fleet page.
         connection: see `status`. A hub with tokens requires an operator's token.

@@ -8,7 +8,7 @@ from penstock.hub.messages import FaultReport
 from penstock.hub.snapshot import COMPLAINT_DECODER, ComplaintEntry
 from penstock.hub.store import Store
 
-# An unreachable holder is retried after this time.
+# Seconds after which an unreachable holder is retried.
 COMPLAINT_TTL_S = 30.0
 # Wrong bytes are a lasting fault in memory or in a link.
 WRONG_BYTES_TTL_S = 600.0

@@ -3,8 +3,8 @@
 The app gets only requests with complete heads and valid tokens, because a flood of other requests in the app would use
 most of the hub's time.
 
-A connection is proven by the peer's user on a Unix socket, by a client certificate, or by the token in the first
-request. An unproven connection gets one request and is closed after the response.
+A connection is authenticated by the peer's user on a Unix socket, by a client certificate, or by the token in the first
+request. An unauthenticated connection gets one request and is closed after the response.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HubProtocol(HttpToolsProtocol):
     on_unauthorized: Callable[[str, str], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio. A TLS connection has completed its handshake."""
+        """See asyncio. Called after the handshake of a TLS connection."""
         super().connection_made(transport)
         self.logger = _quiet
         self._place: Connection = self.listener.connection_of(transport.get_extra_info("socket").fileno())
@@ -85,7 +85,7 @@ class HubProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_in_head:
-            # An unproven connection got its deadline when it was accepted.
+            # An unauthenticated connection got its deadline when it was accepted.
             if not self._head_bytes and self._place.is_proven:
                 self._place.expect(self._place.limits.head_s)
             # Pass the parser at most as many bytes as a head may have. If they do not complete the head, refuse the
@@ -130,7 +130,7 @@ class HubProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _check_token(self) -> None:
-        """Prove the connection with the token in its first request. Refuse an API request without a valid token."""
+        """Authenticate the connection by its first request's token. Refuse an API request without a valid token."""
         fields = (value.decode("latin-1") for name, value in self.headers if name == b"authorization")
         authorization = next(fields, "")
         if self.auth.caller(authorization) is not None:
@@ -159,7 +159,7 @@ class HubProtocol(HttpToolsProtocol):
             self._place.end()
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn. The bytes are not HTTP, or an exception in this class stopped the parsing."""
+        """See uvicorn. Called if the bytes are not HTTP, or an exception in this class stopped the parsing."""
         if not self.transport.is_closing():
             self._refuse(400)
 

@@ -36,12 +36,12 @@ def record_job(
     """Record the state of a conversion in place of its earlier state.
 
     Args:
-        caller: `Caller.name` of the process that reports it.
-        ttl_s: a conversion that is silent for this long may be dropped to free its entry.
+        caller: `Caller.name` of the process that reports the conversion.
+        ttl_s: a conversion that has not reported for this long may be dropped.
         max_jobs: maximum number of stored conversions.
 
     Raises:
-        SourceBusy: too many conversions are running, and no other caller has more of them.
+        SourceBusy: too many conversions are running, and no other caller has more conversions.
         PlanError: the state is too large.
     """
     name = f"job/{job}"
@@ -56,7 +56,7 @@ def record_job(
 
 
 def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, max_jobs: int) -> None:
-    """If `max_jobs` conversions exist, drop a finished or silent one, or else one of the caller that has the most."""
+    """If `max_jobs` conversions exist, drop a finished or silent conversion, or one from the caller with the most."""
     jobs = _entries(store)
     if len(jobs) < max_jobs:
         return
