@@ -143,7 +143,7 @@ class BootRecord:
             if not running and span.start - last > NEW_BOOT_S:
                 self._spans.clear()
                 self._zero = span.start
-                # The phase may have begun a moment ago.
+                # Subtract the time since the phase began, which may be a moment ago.
                 self._started_at = time.time() - (time.perf_counter() - span.start)
                 self._process_s = _process_age_s()
             self._spans.append(span)
@@ -200,11 +200,11 @@ class BootRecord:
 class Phases:
     """A stopwatch for the phases of one journey.
 
-    Use it as a context manager. Leaving the block ends the running phase, which counts as failed if the block raised.
+    As a context manager, `Phases` ends the running phase at the end of the block, as failed if the block raised.
 
     Args:
         first: name of the phase that begins now.
-        journey: `fetch`, `load`, `attach` or `engine`. If empty, the process's record does not contain the phases.
+        journey: `fetch`, `load`, `attach` or `engine`. With an empty `journey`, the record omits the phases.
         model: see `Phase.model`.
     """
 

@@ -64,7 +64,7 @@ def plain(value: Any) -> Any:
 
 
 def pre(text: str) -> str:
-    """Return a text as escaped HTML that keeps its lines."""
+    """Return a text as escaped HTML that preserves the line breaks."""
     # Only notebooks need this module.
     import html
 

@@ -1,4 +1,4 @@
-"""Reports of the verbs that read weights without loading them."""
+"""Reports of the functions that read weights without loading them."""
 
 from penstock.exports import MODULES, lazily
 

@@ -55,7 +55,7 @@ class Segments:
 
         Args:
             padding_bytes: largest gap between joined segments, which must be equal at source and destination. The gap
-                is copied too, so it must be padding. Two arenas with the same layout require `arena.ALIGN_BYTES - 1`.
+                is copied too, so it must be padding. For two arenas with one layout, use `arena.ALIGN_BYTES - 1`.
         """
         rows = np.flatnonzero(self.nbytes)
         rows = rows[np.argsort(self.dst[rows], kind="stable")]

@@ -19,7 +19,7 @@ def rehome(
     Flatten parameters for an optimizer, or capture CUDA graphs, only after this call, because addresses change.
 
     Args:
-        copy: whether to copy the values, device by device. If False, the values are undefined.
+        copy: whether to copy the values, device by device. With `copy=False`, the new values are undefined.
         is_remappable: see `Arena.allocate`.
 
     Raises:
@@ -30,7 +30,7 @@ def rehome(
     """
     if isinstance(target, torch.nn.Module):
         target = dict([*target.named_parameters(), *target.named_buffers()])
-    # A fleet reads in the order of names, so bytes that peers read together are adjacent.
+    # Sort by name, because members read tensors in name order, and the bytes they read together are then adjacent.
     tensors = sorted(target.items(), key=lambda pair: pair[0])
     for name, tensor in tensors:
         if tensor.is_meta:
@@ -68,7 +68,7 @@ def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is
 
 
 def _span(group: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes `[start, stop)` of the storage that these tensors cover. The start is a multiple of 16."""
+    """Return the bytes `[start, stop)` that these tensors cover in their storage. The start is a multiple of 16."""
     starts, stops = [], []
     for tensor in group:
         reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -29,7 +29,7 @@ class Registrar(Protocol):
 
 
 class StagingBuffer:
-    """A buffer of the pool, as `view` (memoryview) and `array` (numpy). If `is_ready`, its pages are pinned."""
+    """A buffer of the pool, as `view` (memoryview) and `array` (numpy). `is_ready` says if the pages are pinned."""
 
     __slots__ = ("address", "array", "is_ready", "nbytes", "view")
 
@@ -44,8 +44,8 @@ class StagingBuffer:
         """Touch and pin the buffer, once."""
         if self.is_ready:
             return
-        # Touch the pages before pinning, because the driver would fault them one by one under its lock. A write holds
-        # only the lock of this mapping, while madvise would block threads that map memory or start.
+        # Touch the pages before pinning, because the driver would fault them in one by one while holding its lock.
+        # Write to the pages instead of calling madvise, which would block threads that map memory or start.
         ctypes.memset(self.address, 0, self.nbytes)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)
@@ -67,7 +67,7 @@ class StagingPool:
         self._memory = memory
         self._registrar = registrar
         self._all = [StagingBuffer(memory, i * buffer_bytes, buffer_bytes) for i in range(self.num_buffers)]
-        # The first buffers are on top, so that a small load only touches the start of the memory.
+        # Put the first buffers on top of the stack, so that a small load only touches the start of the memory.
         self._free = self._all[::-1]
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
@@ -176,7 +176,7 @@ class StagingPool:
         return buffer
 
     def _prepared(self, buffer: StagingBuffer) -> StagingBuffer:
-        # Prepare a cold buffer without the lock, because that takes milliseconds.
+        # Prepare a cold buffer without holding the lock, because pinning takes milliseconds.
         try:
             buffer.prepare(self._registrar)
         except DestinationError:
@@ -187,7 +187,7 @@ class StagingPool:
     def try_acquire(self) -> StagingBuffer | None:
         """Return a free buffer that no thread waits for, or None. During `warm`, return only prepared buffers."""
         with self._lock:
-            # Leave a free buffer for each waiting thread, which this caller, holding the GIL, could otherwise starve.
+            # Leave a free buffer for each waiting thread, because this caller holds the GIL and could starve them.
             if len(self._free) <= self._num_waiting or self._cancelled:
                 return None
             if self._num_warming and not self._free[-1].is_ready:
@@ -198,7 +198,7 @@ class StagingPool:
     def release(self, buffer: StagingBuffer) -> None:
         """Return a buffer to the pool. No copy from or to the buffer may be in progress."""
         with self._lock:
-            # Reuse the last buffer first, because it is pinned and in the CPU cache.
+            # Reuse the last released buffer first, because its pages are pinned and in the CPU cache.
             self._free.append(buffer)
             self._in_use -= 1
             self._num_released += 1

@@ -48,7 +48,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = None) -> None:
-    """Raise PlanError if the storage of a strided tensor ends before its last element, whose access would crash."""
+    """Raise PlanError if a strided tensor extends beyond the end of its storage, because reading it would crash."""
     if not tensor.numel():
         return
     itemsize = tensor.element_size()
@@ -69,7 +69,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Check all tensors of one call before they are written. Return groups of indices with the same memory.
+    """Check all tensors of one call before they are written. Return groups of indices of tensors with the same memory.
 
     If the sources of a group differ, the caller raises `sources_differ`. Raise PlanError if a tensor has no memory,
     if its elements share memory (an expanded tensor), or if it shares part of its memory with another tensor.
@@ -125,7 +125,7 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
         shape = tuple(tensor.shape)
         dims = [(step, size) for step, size in zip(tensor.stride(), shape, strict=True) if size > 1]
         reach = 0
-        # In ascending order, each stride must exceed the reach of the smaller strides.
+        # Visit strides in ascending order. Each stride must exceed the largest offset that the smaller strides reach.
         for step, size in sorted(dims):
             if step <= reach:
                 message = f"elements of shape {list(shape)} with strides {list(tensor.stride())} share memory"

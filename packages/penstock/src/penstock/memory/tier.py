@@ -50,7 +50,7 @@ class Room(Protocol):
 
 @runtime_checkable
 class HostRoom(Protocol):
-    """A room in this process's memory. Moves access it without a buffer."""
+    """A room in this process's memory. `move` copies from and to such a room without a buffer."""
 
     def views(self) -> Sequence[memoryview]:
         """Return all bytes in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""
@@ -75,7 +75,7 @@ class Tier(Protocol):
         """Return a new room for a block. Raise DiskFull, DeviceOutOfMemory or DestinationError if memory is short."""
 
     def trim(self) -> None:
-        """Return the memory of closed rooms to the system. Until then a new room may reuse this memory."""
+        """Return the memory of closed rooms to the system. A new room may reuse memory that was not yet returned."""
 
     def close(self) -> None:
         """Free the tier's resources after its rooms are closed. Idempotent."""
@@ -94,7 +94,7 @@ class UncachedTier:
 def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -> None:
     """Copy all bytes from one room to another, and call `moved` with the length of each piece.
 
-    If a room fails, raise its error after all copies have ended. The content of `dst` is then undefined.
+    If a room fails, raise its error after all copies have ended. After an error, the content of `dst` is undefined.
     """
     # A room in host memory is itself the buffer for the other room's copies.
     if isinstance(dst, HostRoom):

@@ -79,7 +79,7 @@ class CudaTier:
         return CudaRoom(nbytes, self)
 
     def trim(self) -> None:
-        """See `Tier.trim`. The driver clears the memory (benchmarks/results/h200x2_202611/tiers.md)."""
+        """See `Tier.trim`. The driver clears memory that it gets back (benchmarks/results/h200x2_202611/tiers.md)."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 

@@ -94,9 +94,9 @@ class SpillRoom:
             raise IntegrityError(message, uri=str(self._directory), byte_range=(offset, offset + len(into)))
 
     def settle(self) -> None:
-        """See `Room.settle`. Bytes that went through the page cache are dropped from it."""
+        """See `Room.settle`. Bytes that went through the page cache are dropped from the cache."""
         with typed(self._directory):
-            # Write back first, because the kernel drops only clean pages.
+            # Write dirty pages back before dropping them, because the kernel drops only clean pages.
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -105,7 +105,7 @@ class SpillRoom:
         if self._source is not None:
             self._source.close()
         fds = {self._fd, self._direct_fd} - {-1}
-        # Forget the descriptors first, so that a second call does not close reused numbers.
+        # Forget the descriptors before closing them, so that a second call does not close reused numbers.
         self._fd = -1
         self._direct_fd = -1
         for fd in fds:

@@ -133,7 +133,7 @@ class PoolRoom(_ViewedRoom):
 
 
 class PoolTier(UncachedTier):
-    """Tier in host memory that is pinned once and reused in buffers."""
+    """Tier in host memory, in reusable buffers that are pinned once."""
 
     name, unit_bytes, num_threads = "host", POOL_BUFFER_BYTES, 8
 
@@ -145,7 +145,7 @@ class PoolTier(UncachedTier):
     def open(cls, memory_bytes: int, *, registrar: Registrar | None, stall_s: float) -> PoolTier:
         """Map `memory_bytes` for all rooms, which background threads fault in and pin with `registrar`.
 
-        `stall_s` limits the wait in seconds for a buffer that is being pinned.
+        `stall_s` is the maximum wait in seconds for a buffer that is being pinned.
         """
         pool = StagingPool.map(memory_bytes, POOL_BUFFER_BYTES, registrar=registrar)
         if registrar is not None:
@@ -167,6 +167,6 @@ class PoolTier(UncachedTier):
 
     def close(self) -> None:
         """See `Tier.close`."""
-        # Cancel first, so that pinning threads stop.
+        # Cancel the pool before closing it, so that pinning threads stop.
         self._pool.cancel()
         self._pool.close()

@@ -1,11 +1,11 @@
-"""Blocks in memory tiers with budgets. Moving the least recently used blocks down frees space.
+"""Blocks in memory tiers with budgets. To free space in a tier, the least recently used blocks move to a slower tier.
 
-A block is in one tier at a time. After a move the old room stays while a reader uses it, or as a copy in a slower tier
-with `Level.keeps_copies`. Only one move runs at a time, because moves share links, while fills run in parallel. A
-thread that moves or fills an entry marks it as `busy`, so that no other thread pins or moves it.
+A block is in one tier at a time. After a move, the old room is kept while a reader uses the room, or as a copy if the
+slower tier has `keeps_copies` set. Only one move runs at a time, because moves share links, while fills run in
+parallel. A thread that moves or fills an entry marks it as `busy`, so that no other thread pins or moves it.
 
-Acquire the mover's lock (`_turn`) before the state's lock. Call the user of a block without the state's lock, because
-the user may call back.
+Acquire the mover's lock (`_turn`) before the state's lock. Do not hold the state's lock while calling the user of a
+block, because the user may call back.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Fill = Callable[[Room], None]
 
 
 class BlockUser(Protocol):
-    """A user of a block that does not pin the block, but is notified of its moves."""
+    """A user that is notified of a block's moves, but does not pin the block."""
 
     def vacate(self) -> bool:
         """Stop using the block, which is about to leave its room. Return False to keep the block in its room."""
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """Record that the block is now in `tier`, or is still there after a failed move."""
+        """Record that the block is now in `tier`, or is still in `tier` after a failed move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,8 @@ class Tiers(Closeable):
 
         Args:
             fill: writes the bytes, which never change. `fill` is called for each read of the block from its source.
-            tier: tier in which to fill it. None means the fastest. `source` means that the block is not filled yet.
-            again: whether `fill` can be called again. If not, the block never leaves the last tier.
+            tier: tier in which to fill the block. None means the fastest tier, and `source` means not to fill it yet.
+            again: whether `fill` can be called again. With `again=False`, the block never leaves the last tier.
             user: is notified of moves, and may forbid a move.
 
         Raises:
@@ -154,8 +154,8 @@ class Tiers(Closeable):
     def pin(self, block: TierBlock, tier: str | None = None) -> Iterator[Room]:
         """Yield the block's room, which stays in its tier until the `with` block ends.
 
-        `tier` is the slowest tier in which to pin the block, after moving it up. None means the fastest tier, and
-        `source` means no move. Raise NotFound for an unknown block, and BudgetTooSmall without enough space.
+        `tier` is the slowest tier in which to pin the block, which moves up from a slower tier. None means the fastest
+        tier, and `source` means no move. Raise NotFound for an unknown block, and BudgetTooSmall if space is short.
         """
         entry, to = self._entry(block), self._index(tier)
         place = self._pin_in(entry, to)
@@ -204,7 +204,7 @@ class Tiers(Closeable):
             self._release(entry)
 
     def where(self, blocks: Iterable[TierBlock]) -> list[str | None]:
-        """Return the tier of each of these blocks, or `source`, or None for an unknown block."""
+        """Return the tier of each of these blocks, `source` for a block in no tier, or None for an unknown block."""
         with self._state:
             entries = [self._entries.get(block) for block in blocks]
             return [None if entry is None else self._names[entry.at] for entry in entries]
@@ -261,7 +261,7 @@ class Tiers(Closeable):
         finally:
             self._trim()
             self._mover.release()
-            # A reader that released its reservation in the meantime left the trimming to this thread.
+            # Trim again, because a reader that closed a room before the release left the trimming to this thread.
             self._trim()
 
     def _trim(self) -> None:
@@ -274,7 +274,7 @@ class Tiers(Closeable):
         self._progress = time.monotonic()
 
     def _pin_in(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
-        """Return an entry's pinned room in `to` or a faster tier. With `is_new` the caller is adding the entry."""
+        """Return an entry's pinned room in `to` or a faster tier. If `is_new` is set, the caller is adding it."""
         while True:
             with self._state:
                 # The thread that moves or fills the entry has a deadline and always clears `busy`.
@@ -306,7 +306,7 @@ class Tiers(Closeable):
                 except BaseException:
                     self._failed(entry, is_new)
                     raise
-            # Fill outside the turn, because a source may take minutes.
+            # Fill without holding `_turn`, because a source may take minutes.
             started_at = time.monotonic()
             try:
                 entry.fill(place.room)
@@ -345,13 +345,13 @@ class Tiers(Closeable):
         self._close(rooms)
 
     def _close(self, rooms: Iterable[tuple[int, _OccupiedRoom]]) -> None:
-        """Close removed rooms without the state's lock, because a disk may be slow."""
+        """Close removed rooms without holding the state's lock, because a disk may be slow."""
         for index, place in rooms:
             place.room.close()
             with self._state:
                 self._used_bytes[index] -= place.charge
             self._is_left = True
-        # Within a turn the next room may reuse the memory, and the end of the turn trims the rest.
+        # While `_turn` is held, the next room may reuse the memory. The end of `_turn` trims the remaining memory.
         if not self._mover.locked():
             self._trim()
 
@@ -393,7 +393,7 @@ class Tiers(Closeable):
         return True
 
     def _arrived(self, entry: _TieredBlock, to: int, started_at: float | None = None) -> None:
-        # Notify the user first, so that it does not read freed memory.
+        # Notify the user before the old room is closed, so that the user does not read freed memory.
         self._report_move(entry, to)
         with self._state:
             if started_at is not None:
@@ -415,7 +415,7 @@ class Tiers(Closeable):
             self._state.notify_all()
 
     def _make_space(self, at: int, charge: int) -> None:
-        """Move the least recently used blocks down until `charge` fits. The caller must hold `_turn`."""
+        """Move the least recently used blocks down until `charge` bytes fit. The caller must hold `_turn`."""
         level, used = self._levels[at], self._used_bytes
         if level.budget_bytes is None:
             return

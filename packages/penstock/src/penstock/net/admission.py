@@ -1,8 +1,8 @@
 """Admission control for a listener: connection limits, and the choice of the connections to close.
 
-A connection is unproven until its peer authenticates. The server of the connections calls `prove`, `begin`, `end` and
-`release`, from any thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket down, so
-that the server detects the end of the connection and closes the socket.
+A connection is unproven until its peer authenticates. The server that owns the connections calls `prove`, `begin`,
+`end` and `release`, from any thread. The listener calls `admit` and `sweep` from one thread. `cut` only shuts a socket
+down, so that the server detects the end of the connection and closes the socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEPT_DESCRIPTORS = 128
 _MAX_CONNECTIONS = 1 << 16
 """Maximum number of connections to a listener. 65,536 connections take about 0.6 GiB in the hub."""
 _MAX_UNPROVEN = 1 << 14
-"""Maximum number of unproven connections. 16,384 connections take about 0.2 GiB in the hub."""
+"""Maximum number of unauthenticated connections. 16,384 connections take about 0.2 GiB in the hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +33,18 @@ class ConnectionLimits:
 
     Attributes:
         total: maximum number of connections. A member serves each connection in a thread, so this also limits threads.
-        unproven: maximum number of unproven connections, counted within `total`. At the limit, the oldest unproven
-            connection is closed, or the new connection is refused if all are younger than `grace_s`. Proven connections
-            are never closed for unproven connections.
-        unproven_per_address: maximum number of unproven connections per address (or IPv6 /64), so that no host uses
-            all.
-        per_principal: maximum number of proven connections per token, member or user. At the limit, the longest idle
-            connection is closed.
-        head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Each later
-            head has the same limit, counted from its first byte.
-        head_bytes: maximum size of a head. Penstock's heads are below 1 KiB, and proxies add a few hundred bytes.
-        grace_s: minimum age in seconds of an unproven connection that is closed for a newer one.
-        idle_s: seconds without a request after which a proven connection is closed.
+        unproven: maximum number of unauthenticated connections, counted within `total`. At the limit, the oldest
+            unauthenticated connection is closed, or the new connection is refused if all are younger than `grace_s`.
+            Authenticated connections are never closed in favour of unauthenticated connections.
+        unproven_per_address: maximum number of unauthenticated connections per address (or IPv6 /64), so that no host
+            uses all the connections.
+        per_principal: maximum number of authenticated connections per token, member or user. At the limit, the longest
+            idle connection is closed.
+        head_s: seconds for a TLS handshake and the first request head, counted from the start of the connection. Each
+            later request head has the same limit, counted from the head's first byte.
+        head_bytes: maximum size of a request head. Penstock sends less than 1 KiB, and proxies add a few hundred bytes.
+        grace_s: minimum age in seconds of an unauthenticated connection that is closed for a newer one.
+        idle_s: seconds without a request after which an authenticated connection is closed.
         answer_s: seconds for the peer to read a response, plus one second for each `MIN_BYTES_PER_S` bytes.
     """
 
@@ -62,7 +62,7 @@ class ConnectionLimits:
     def for_descriptors(cls, num_descriptors: int, *, idle_s: float = 60.0, answer_s: float = 30.0) -> ConnectionLimits:
         """Return the limits for a process that may open this many file descriptors."""
         total = max(16, min(num_descriptors - _KEPT_DESCRIPTORS, _MAX_CONNECTIONS))
-        # Allow many unproven connections, because closing one early costs CPU time whenever the peer reconnects.
+        # Allow many unauthenticated connections, because closing one makes the peer reconnect, which costs CPU time.
         unproven = min(total // 2, _MAX_UNPROVEN)
         return cls(
             total=total,
@@ -86,8 +86,8 @@ _log = log_named("penstock.net")
 class Connection:
     """An admitted connection. The server extends the deadline, after which `Admission` aborts the connection.
 
-    Times are on the monotonic clock. An unproven connection counts toward its network `address`, and a proven one
-    toward its `principal`. A server may replace `cut`, which aborts the connection.
+    Times are on the monotonic clock. An unauthenticated connection counts toward the limit of its `address`, and an
+    authenticated one toward that of its `principal`. A server may replace `cut`, which aborts the connection.
     """
 
     __slots__ = (
@@ -143,7 +143,7 @@ class Connection:
         self._admission._used(self)
 
     def release(self) -> None:
-        """Remove the connection from the admission after its socket was closed. Idempotent."""
+        """Remove the connection from `Admission` after its socket was closed. Idempotent."""
         self._admission._release(self)
 
 
@@ -186,7 +186,7 @@ class Admission:
             elif len(self._open) >= limits.total:
                 connection._is_cut = True
             if victim is not None and victim.admitted + limits.grace_s > connection.admitted:
-                # Otherwise, connections in a flood would displace each other before any of them can authenticate.
+                # Keep a young connection. In a flood, connections would displace each other before any authenticates.
                 victim = None
                 connection._is_cut = True
             if victim is not None:
@@ -196,7 +196,7 @@ class Admission:
                 self._open.add(connection)
                 self._unproven[connection] = None
                 self._by_address.setdefault(connection.address, OrderedDict())[connection] = None
-        # Call `cut` without the lock, because it is the server's function and may acquire other locks.
+        # Call `cut` without holding the lock, because the server's function may acquire other locks.
         if victim is not None:
             victim.cut()
             self.report("an unauthenticated connection was closed in favour of a newer one")
@@ -206,7 +206,7 @@ class Admission:
         return connection
 
     def sweep(self, most: int | None = None) -> None:
-        """Abort at most `most` connections past their deadline. Call this method about once a second or more often."""
+        """Abort at most `most` connections past their deadline. Call this method at least once a second."""
         now = time.monotonic()
         if now - self._swept_at >= SWEEP_S:
             # A process that was stopped or short of CPU time did not read what the peers sent, so extend the deadlines.
@@ -218,7 +218,7 @@ class Admission:
                 self._late = [conn for conn in self._open if conn.deadline < now and not conn._is_cut]
         late = self._late[:most]
         self._late = self._late[len(late) :]
-        # Deadlines may have moved since the check.
+        # Compare again, because a deadline may have been extended since the check.
         late = self._abort(conn for conn in late if conn.deadline < now)
         if any(not conn.is_proven for conn in late):
             self.report("a connection sent no complete request in time")
@@ -228,12 +228,12 @@ class Admission:
         self._abort(self._open)
 
     def make_room(self) -> None:
-        """Abort the oldest unproven connections, because the process is out of file descriptors."""
+        """Abort the oldest unauthenticated connections, because the process is out of file descriptors."""
         self._abort(itertools.islice(self._unproven, 16))
         self.report("no file descriptor is left for a connection: raise RLIMIT_NOFILE")
 
     def _abort(self, victims: Iterable[Connection]) -> list[Connection]:
-        """Abort and return the connections that no other thread is aborting. Iterate over `victims` under the lock."""
+        """Abort and return the connections that no other thread is aborting. `victims` is read under the lock."""
         with self._lock:
             chosen = [conn for conn in victims if not conn._is_cut]
             for conn in chosen:
@@ -299,7 +299,7 @@ class Admission:
             self._forget_proven(connection)
 
     def _forget_unproven(self, connection: Connection) -> None:
-        # The values are None, so `self` marks an absent key.
+        # Use `self` to mark an absent key, because the values are None.
         if self._unproven.pop(connection, self) is self:
             return
         mine = self._by_address[connection.address]

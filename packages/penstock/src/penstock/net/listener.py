@@ -59,7 +59,7 @@ class AdmittedSocket(socket.socket):
 
 
 class GuardedListener(socket.socket):
-    """A listening socket that accepts the connections that `Admission` permits. `accept` never blocks.
+    """A listening socket that accepts only the connections permitted by `Admission`. `accept` never blocks.
 
     A listener on a Unix socket accepts only its own user. The listener owns the descriptor of `bound`. `refusal`
     is sent on a refused connection before closing it.
@@ -116,7 +116,7 @@ class GuardedListener(socket.socket):
             sock.peer = ""
         else:
             sock.peer = str(address[0])
-            # Otherwise the second packet of a response would wait 40 ms for a delayed ACK, even with asyncio.
+            # Without TCP_NODELAY, the second packet of a response waits 40 ms for a delayed ACK, even with asyncio.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self.admission.admit(sock.peer or "unix", partial(cut, sock))
@@ -205,7 +205,7 @@ class ThreadedListener:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    # The client closed early, or the kernel is short of memory. Pause to avoid a busy loop.
+                    # The client has already disconnected, or the kernel is short of memory. Pause to avoid a busy loop.
                     if self._is_open:
                         time.sleep(0.05)
 
@@ -275,8 +275,8 @@ PAUSE_S = 0.01
 class Acceptor:
     """An asyncio accept loop with a rate limit. Call `start` and `close` in the event loop's thread.
 
-    `loop.create_server` accepts whenever the listener is readable. In a flood, each iteration of the loop then begins
-    with dozens of new connections, and requests on open connections wait for all of them.
+    `loop.create_server` would accept whenever the listener is readable. In a flood, each iteration of the event loop
+    would begin with dozens of new connections, and requests on open connections would wait for all of them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Fair shares of a limited resource. If the resource is exhausted, entries of the caller that uses most are evicted.
 
-A single caller may use the whole resource. A new caller gets entries as long as another caller has more. Callers are
-identified by token, certificate, user or address.
+A single caller may use the whole resource. A new caller gets entries while any other caller uses more of the resource.
+Callers are identified by token, certificate, user or address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Shares(Generic[K]):
-    """The entries of a limited resource by caller. Thread-safe. An entry expires after `ttl_s` unless it is renewed."""
+    """Entries of a limited resource per caller. Thread-safe. An entry expires after `ttl_s` unless it is renewed."""
 
     def __init__(self, limit: int, *, ttl_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -44,8 +44,8 @@ class Shares(Generic[K]):
     def enter(self, entry: K, caller: str, weight: int = 1, *, displaces_own: bool = True) -> tuple[K, ...] | None:
         """Enter or renew an entry. Return the evicted entries, or None if the entry is refused.
 
-        A known entry is transferred to this caller and gets this weight. With `displaces_own`, entries of the caller
-        may be evicted if no other caller has more.
+        A known entry is transferred to this caller and gets this weight. If `displaces_own` is set, the caller's own
+        entries may be evicted when no other caller has more.
         """
         with self._lock:
             victims = self._victims(entry, caller, weight, displaces_own)
@@ -70,7 +70,7 @@ class Shares(Generic[K]):
             self._drop(entry)
 
     def _victims(self, entry: K | None, caller: str, weight: int, displaces_own: bool) -> tuple[K, ...] | None:
-        """Return the entries to remove for a new entry, or None to refuse it. The caller holds the lock."""
+        """Return the entries to remove for a new entry, or None to refuse the new entry. The caller holds the lock."""
         excess = self._excess(entry, weight)
         if excess > 0 and self._ttl_s < math.inf:
             self._forget_expired()

@@ -186,10 +186,10 @@ def namespace_id() -> str:
 
 
 def host_id() -> str:
-    """Return an id that is equal for processes that may share memory, as they have the same boot and runtime directory.
+    """Return an id that is equal for processes with the same boot and runtime directory, which may share memory.
 
-    The id of a peer is only a claim, which a connection to the peer's socket proves. Raises ConfigError without /proc,
-    or as `private_directory` does.
+    A peer's id is only a claim until a connection to the peer's socket proves it. Raises ConfigError without /proc, or
+    as `private_directory` does.
     """
     boot = _boot_id()
     # The directory may be older than this boot, and several hosts may mount it.

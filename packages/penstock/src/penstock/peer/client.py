@@ -126,7 +126,7 @@ class PeerClient(Closeable):
                     raise FormatError(message, uri=self._uri(), hint=hint)
 
     def lease(self, *, attach: bool = False) -> messages.Lease:
-        """Get a lease for reading, or with `attach` for mapping a weight cache's memory."""
+        """Get a lease for reading, or if `attach` is set, for mapping a weight cache's memory."""
         body = msgspec.msgpack.encode(
             messages.LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )
@@ -229,7 +229,7 @@ class PeerClient(Closeable):
 
 
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
-    """Return the error for a member's response with a status other than 200. A member that it names replaces `uri`."""
+    """Return the error for a failed response of a member. A member named in the response replaces `uri` in errors."""
     try:
         fault = msgspec.msgpack.decode(raw, type=messages.MemberFault)
     except MALFORMED:

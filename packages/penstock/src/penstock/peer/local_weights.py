@@ -2,8 +2,8 @@
 
 All members with the same weights have the same layout: tensors sorted by name and divided into chunks.
 
-The lock of `LocalWeights.changed` guards shared state. `_digesting` is held while a chunk is digested without that
-lock, so that the chunk's memory is not released. Code that needs both locks acquires `_digesting` first.
+The lock of `LocalWeights.changed` guards shared state. The lock `_digesting` is held while a chunk is digested, so that
+the chunk's memory is not released. Code that needs both locks acquires `_digesting` before `changed`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """The region of each row, its offset in bytes, and its address. Empty rows have region -1 and address 0."""
+    """Each row's region, byte offset in the region, and address. Empty rows have region -1 and address 0."""
 
     regions: tuple[Memory, ...]
     row_region: I64
@@ -239,7 +239,7 @@ def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
-    """Return the peer's region for each row, and the offset in it. Raise FormatError if a row exceeds `capacities`."""
+    """Return the region and offset of each row at the peer. Raise FormatError if a row exceeds `capacities`."""
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
@@ -268,8 +268,8 @@ class LocalWeights:
     Attributes:
         leaves: digest of each leaf. Without a manifest only the digests of chunks in `have` are valid.
         have: [num_chunks] bool, whether each chunk was verified.
-        kept: whether engines on this host may map the memory. This is constant while the state is `whole`.
-        damage: the error if verified bytes changed in memory. Once it is set, no bytes may be read.
+        kept: whether engines on this host may map the memory. `kept` is constant while the state is `whole`.
+        damage: the error if verified bytes changed in memory. Once `damage` is set, no bytes may be read.
         tier: the lower tier that holds the bytes, or empty if `rows` holds the bytes.
     """
 
@@ -349,11 +349,11 @@ class LocalWeights:
         self._into = into
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Return this process's registrations of a region for reads into it, by the name of the transport."""
+        """Return this process's registrations of a region for reads into the region, by transport name."""
         return self._into[region]
 
     def map(self, lease: str = "") -> HoldingMap:
-        """Return the map for a peer. With a lease, revocable descriptors expire with the lease."""
+        """Return the map for a peer. If `lease` is given, revocable descriptors expire with the lease."""
         chunks = self.layout.chunks
         described = tuple(
             {
@@ -381,7 +381,7 @@ class LocalWeights:
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
-        """Return the segments to read from a peer for these chunks, by the peer's region and the local region."""
+        """Return the segments to read from a peer for these chunks, keyed by the peer's region and the local region."""
         pieces = self.layout.chunks.pieces(chunks)
         src = theirs_offset[pieces.row] + pieces.start
         dst = self.place.row_offset[pieces.row] + pieces.start
@@ -424,7 +424,7 @@ class LocalWeights:
         return differ
 
     def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
-        """Return the chunks for which a peer's digests contradict the manifest. Without a manifest return no chunk."""
+        """Return the chunks for which a peer's digests contradict the manifest. Without a manifest, return none."""
         if not self.has_manifest:
             return chunks[:0]
         return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
@@ -478,7 +478,7 @@ class LocalWeights:
         self._root = root
 
     def spot_check(self, chance: random.Random) -> int | None:
-        """Digest the next verified chunk again. Return its number if its bytes changed, else None."""
+        """Digest the next verified chunk again. Return the chunk's number if its bytes changed, else None."""
         with self.changed:
             verified = np.flatnonzero(self.have)
         if not len(verified) or self.damage is not None:
@@ -551,7 +551,7 @@ class LocalWeights:
             self.state = "whole"
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
-        """Use memory to which the bytes were copied back. Call `register` before other members read the memory."""
+        """Use `rows`, to which the bytes were copied back. Call `register` before other members read the memory."""
         with self._digesting, self.changed:
             self.rows = list(rows)
             self.place = place_rows(rows, arenas)
@@ -578,7 +578,7 @@ class LocalWeights:
             )
 
     def status(self) -> HoldingState:
-        """Return the state for the hub. If the bytes must be read from the source again, list no chunks."""
+        """Return the state to report to the hub. If the bytes must be read from the source again, list no chunks."""
         with self.changed:
             is_away = self.tier == SOURCE
             is_damaged = self.damage is not None and not is_away

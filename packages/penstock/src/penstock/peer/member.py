@@ -61,7 +61,7 @@ JOIN_AGAIN_S = 0.1
 
 
 class Member:
-    """A run of a process in the fleet, created by `join`. The end of a `with` block leaves the fleet.
+    """A run of a process in the fleet, created by `join`. The member leaves the fleet at the end of a `with` block.
 
     Attributes:
         away: the error that kept this member from joining, or None once it has joined.
@@ -137,7 +137,7 @@ class Member:
             hub: client of the hub. The member or a failed `join` closes the client.
             max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
             join_s: timeout for the hub in seconds. None means the client's timeout.
-            needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat joins the hub.
+            needs_hub: if False, an unresponsive remote hub is not an error. A later heartbeat registers the member.
 
         Raises:
             ConfigError: the address or the port cannot be used.
@@ -158,7 +158,7 @@ class Member:
             links = opened.enter_context(
                 open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
             )
-            # The port was opened for this transport. If it were missing, readers would silently use another transport.
+            # The data port was opened for `http`. Without `http`, readers would silently use a different transport.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 raise ConfigError(links.refused["http"], hint="set a different data_port, or 0 for any free port")
             server = PeerServer.start(
@@ -196,7 +196,7 @@ class Member:
         watch(self)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the metrics of this member. The metrics endpoint's thread calls this."""
+        """Yield the metrics of this member. The metrics endpoint's thread calls this method."""
         if self._closing.is_set():
             return
         yield "penstock_members", ("away",), self.hub_is_away
@@ -253,7 +253,7 @@ class Member:
         return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
-        """Register weights with the transports and serve them. With `report`, also report them in a heartbeat now."""
+        """Register weights with the transports and serve them. With `report=True`, also report the weights now."""
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
@@ -293,7 +293,7 @@ class Member:
         self._beat_now.set()
 
     def report_now(self) -> None:
-        """Send a heartbeat and wait for the response. If it fails, the next heartbeat reports the change."""
+        """Send a heartbeat and wait for the response. If the heartbeat fails, the next one reports the change."""
         with contextlib.suppress(PenstockError):
             self._report()
 
@@ -311,7 +311,7 @@ class Member:
     def _until_beat_s(self) -> float:
         # A slow hub gets fewer heartbeats, but at least two within the time after which it would forget this member.
         interval_s = max(self.welcome.beat_s, min(self.hub.rest_s, self.welcome.ttl_s / 4))
-        # A request renews only one key, so it postpones a heartbeat only once.
+        # A request for upstreams reports only one key, so it postpones a heartbeat only once.
         return min(self._reported_s, self._beaten_s + interval_s) + interval_s - time.monotonic()
 
     def _beat(self) -> None:
@@ -344,7 +344,7 @@ class Member:
                 self._stop_serving(weights, chunk)
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
-        """Digest a chunk that a reader reported as wrong. If it is corrupt, stop serving and return True."""
+        """Digest a chunk that a reader reported as wrong. If the chunk is corrupt, stop serving and return True."""
         # The reader may lie or have defective memory. Waiting for the spot checks could take two hours for 60 GB.
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
             self._stop_serving(weights, chunk)
@@ -415,17 +415,17 @@ class Member:
         )
         reply = self._call_hub(lambda: self.hub.upstreams(request))
         if is_first:
-            # The request reported the new weights. With 1,000 members, a quarter of the first requests were heartbeats.
+            # Postpone the next heartbeat, because this request has already reported the weights.
             self._reported_s = time.monotonic()
         return reply
 
     def find_holders(self, wanted: messages.HoldingState, *, within_s: float) -> messages.UpstreamsReply:
-        """Return members that know the layout of a key. Raise HubUnavailable without a response in `within_s`."""
+        """Return members that know a key's layout. Raise HubUnavailable if the hub does not respond in `within_s`."""
         request = messages.UpstreamsRequest(member=self.id, holding=wanted)
         return self._call_hub(lambda: self.hub.upstreams(request, within_s=within_s))
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> messages.ClaimReply:
-        """Claim chunks to read from storage. With `ask=False` only give up claims. Raise HubUnavailable."""
+        """Claim chunks to read from storage. With `ask=False`, only give up claims. Raise HubUnavailable."""
         request = messages.ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
         return self._call_hub(lambda: self.hub.claim(request))
 
@@ -435,7 +435,7 @@ class Member:
         return self._call_hub(lambda: self.hub.sync(request))
 
     def decide(self, name: str, decision: messages.FleetDecision) -> messages.DecideReply:
-        """Propose a decision on a version, and return the recorded one. An empty outcome only requests the decision."""
+        """Propose a decision on a version, and return the recorded decision. An empty outcome proposes nothing."""
         request = messages.DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self.hub.decide(request))
 
@@ -520,7 +520,7 @@ def until_stopped(
     timeout_s: float | None = None,
     ready: Callable[[], None] | None = None,
 ) -> bool:
-    """Wait until any thread or a signal sets `stopped`. Return False if `timeout_s` passed first.
+    """Wait until any thread or a signal sets `stopped`. Return False after `timeout_s` seconds.
 
     `check` is called several times a second, and `ready` once after the signal handlers are installed.
     """

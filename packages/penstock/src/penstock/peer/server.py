@@ -91,7 +91,7 @@ class _Leased:
 
 
 class PeerServer:
-    """The server of one member. Its methods may be called from any thread."""
+    """The server of one member. Thread-safe."""
 
     def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:
         self._check_grant = check_grant
@@ -215,8 +215,8 @@ class PeerServer:
             server.close()
 
     def lease(self, request: messages.LeaseRequest) -> messages.Lease | messages.Fault:
-        """Grant a lease, or return the reason for a refusal. Weights in a lower tier are brought back first."""
-        # A hub before version 2.6 names no caller. Then each member counts as a separate caller.
+        """Grant a lease, or return the reason for a refusal. Weights in a lower tier are restored first."""
+        # A hub before version 2.6 names no caller, so each member counts as a separate caller.
         caller = self._check_grant(request) or request.member
         lease = self._lease(request, caller)
         if lease is None:
@@ -272,7 +272,7 @@ class PeerServer:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
     def leased(self, lease: str) -> LocalWeights:
-        """Renew a lease and return its weights. Raise PermissionDenied if it expired, or SourceBusy if displaced."""
+        """Renew a lease and return its weights. PermissionDenied means an expired lease, SourceBusy a displaced one."""
         with self._lock:
             self._expire()
             leased = self._leases.get(lease)

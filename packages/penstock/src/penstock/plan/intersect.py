@@ -1,8 +1,8 @@
 """Join both sides of a sync by tensor, and cut each wanted box into pieces of held boxes.
 
-A team is the set of ranks that hold the same box of the same tensor. A kind is the set of tensors that the same teams
-hold in the same forms and that are wanted in the same forms. 70,000 tensors form a few hundred kinds, and each kind is
-planned once.
+A team is the set of ranks that hold the same box of the same tensor. Tensors are of one kind if the same teams hold
+them in the same forms and receivers want them in the same forms. 70,000 tensors form a few hundred kinds, and each kind
+is planned once.
 
 The proof of coverage assigns a sign to each corner of a box: (-1)^(number of dims in which the corner is at `stop`).
 If, at every point, the signs of all pieces sum to the sign of the wanted box, then each element of the wanted box is in
@@ -98,7 +98,7 @@ class BoxStrips:
 def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxPieces, dict[int, Box]]:
     """Return pieces that cover each wanted box, and the first hole in each wanted box that the held boxes do not cover.
 
-    `held` and `wanted` are the forms of each kind. Where held boxes overlap, the larger box is used.
+    `held` and `wanted` group the forms by kind. Where held boxes overlap, the larger box is used.
     """
     boxes = Boxes.of([form.box for form in forms])
     kind = np.repeat(np.arange(len(wanted.first) - 1), wanted.counts)
@@ -122,11 +122,11 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxP
 
 
 def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
-    """Return the wanted boxes, sorted, in which some element is not in exactly one piece.
+    """Return the sorted indices of the wanted boxes with an element that is not in exactly one piece.
 
     `piece_want` is the index of the wanted box of each piece.
     """
-    # Corners may be at `stop`, after the last element, so the extent is larger than that of the box by one.
+    # Corners may be at `stop`, after the last element, so the extent is one larger than the extent of the box.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
     steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)
@@ -181,7 +181,7 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
     src = ((boxes.start - all_boxes.start[held_form]) * src_steps).sum(axis=1)
     dst = ((boxes.start - all_boxes.start[want_form]) * dst_steps).sum(axis=1)
     extent, src_step, dst_step = _levels(bits[held_form], boxes.stop - boxes.start, src_steps, dst_steps)
-    # Create one strip for each index of the levels above a run and its rows.
+    # Levels 0 and 1 are a run and its rows. Create one strip for each combination of indices of the other levels.
     counts = extent[:, 2:].prod(axis=1)
     piece = np.repeat(np.arange(len(src)), counts)
     index = spread(np.zeros(len(src), np.int64), counts)
@@ -293,7 +293,7 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
     if common is None:
         yield a
         return
-    # In each dim, cut off the regions before and after the intersection and shrink the rest to it.
+    # In each dim, cut off the regions before and after the intersection, and continue with the part that remains.
     start, stop = list(a.start), list(a.stop)
     for d in range(len(start)):
         if start[d] < common.start[d]:
@@ -401,7 +401,7 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     need, need_first = _heads(want_code // num_forms * num_specs + spec[want_form])
     position = np.searchsorted(have, need)
     all_names, spare = list(names), have[~np.isin(have, need)]
-    # searchsorted returns the end for codes above all of `have`. The appended -1 marks these codes as missing.
+    # For a code above all codes in `have`, searchsorted returns the end. The -1 appended there marks it as missing.
     missing = need[np.append(have, -1)[position] != need]
     if len(missing):
         raise _mismatch(all_names, {spec[i]: form.spec for i, form in enumerate(forms)}, missing, have, spare)

@@ -1,7 +1,7 @@
 """Positions of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of one rank's boxes.
 
 Layouts and plans are sent as msgpack, with each int64 column as little-endian bytes. Decoding does not check the
-numbers. The `check` method of each type checks them.
+numbers. The `check` method of each type checks the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 def decodable(kind: type[T]) -> type[T]:
     """Register a class for `decode`.
 
-    This creates the decoder early, because msgspec 0.21 crashes if two threads decode a dataclass that is new to it.
+    The decoder is created here, because msgspec 0.21 crashes if two threads are the first to decode a dataclass.
     """
     _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
     return kind
@@ -57,7 +57,7 @@ def _to_bytes(column: object) -> bytes:
 def _to_column(kind: type, raw: object) -> I64:
     if not isinstance(raw, bytes) or len(raw) % 8:
         raise ValueError("a column must be bytes, with eight bytes for each number")
-    # On little-endian machines this makes no copy. The result is read-only.
+    # On little-endian machines, the result is a read-only view of `raw`, not a copy.
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
 
 
@@ -97,7 +97,7 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
     # Handle an empty box separately, because it has no first byte.
     if box.num_elements == 0:
         return Runs(offsets=np.zeros(0, np.int64), num_rows=0, run_bytes=0, pitch_bytes=0)
-    # After the merge, the last dim is one run and the dim before it counts the rows. Earlier dims multiply rectangles.
+    # After the merge, the last dim is one run, the dim before it counts the rows, and the other dims count rectangles.
     dims = _merge(shape, box)
     inner_start, inner_extent, _ = dims[-1]
     strides = [bits] * len(dims)
@@ -182,7 +182,7 @@ class Form:
 
     def fault(self) -> str | None:
         """Return the reason why this form cannot be a box in memory, or None if it can."""
-        # `__post_init__` does not check this, because `Layout.check` reports the fault with the rank's name.
+        # `__post_init__` leaves these checks to `Layout.check`, which reports the fault with the rank's name.
         assert self.strides is not None
         box, shape = self.box, self.shape
         if len(shape) > MAX_DIMS or not 0 <= math.prod(shape) <= MAX_ELEMENTS or any(n < 0 for n in shape):

@@ -1,8 +1,8 @@
 """Decide which short runs of a read are packed at the source, and cut them into batches that fit into a packed buffer.
 
-Tensor parallelism splits some tensors by columns. A receiver of an eighth of the columns may read only 256 bytes from
-each row. A transport between hosts requests each run separately, which takes longer than transferring its bytes. A
-kernel at the source packs short runs at memory speed.
+Tensor parallelism splits some tensors by columns. A receiver that wants an eighth of the columns may read only 256
+bytes of each row. A transport between hosts requests each run of bytes separately, and the request takes longer than
+the transfer of so few bytes. A kernel at the source packs short runs at memory speed.
 """
 
 from __future__ import annotations
@@ -74,6 +74,6 @@ def batches(rows: Rectangles, buffer_bytes: int) -> list[Rectangles]:
 
 
 def packed_segments(batch: Rectangles) -> Segments:
-    """Return the reads of a batch from the start of the buffer into which it is packed."""
+    """Return the reads of a packed batch, which begins at the start of its buffer."""
     nbytes: I64 = batch.nbytes
     return Segments(src=np.cumsum(nbytes) - nbytes, dst=batch.dst, nbytes=nbytes).joined()

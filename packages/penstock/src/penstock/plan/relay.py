@@ -2,8 +2,8 @@
 complete.
 
 In a chain each member has one child per link. Each member sends one copy within its host and one copy to another host.
-A fleet fills in about the time of one copy. Two trees, for the even and the odd chunks, replace long chains of hosts.
-In one of the trees a member sends half of a copy to each of two other hosts.
+All members are complete in about the time that one copy takes. Two trees, for the even and the odd chunks, replace long
+chains of hosts. In one of the trees a member sends half of a copy to each of two other hosts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Relay:
     All methods are thread-safe, except that `append` must not run in two threads at once.
 
     Attributes:
-        trees: one or two mappings from a receiver to its parent. Each of two mappings is for the chunks of one tree
-            (`NUM_TREES`). If any node is complete, the parents lead to a complete node. Otherwise members form a ring.
+        trees: a mapping from each receiver to its parent, or two mappings, for the even and the odd chunks. If any node
+            is complete, the parents lead to a complete node. If no node is complete, members form a ring.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
@@ -126,7 +126,7 @@ class Relay:
             (bad if is_poor or member in node.complainers else good)[name] = None
             if len(good) == limit:
                 break
-        # A poor parent still comes first if there is nothing better, because it has the chunks that this member lacks.
+        # If there is no good upstream, put a poor parent first, because it has the chunks that this member lacks.
         if parent in bad and not good:
             good[parent] = bad.pop(parent)
         return tuple([*good, *(name for name in bad if name not in good)][:limit])

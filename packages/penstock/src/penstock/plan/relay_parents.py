@@ -264,7 +264,7 @@ class Chains:
             rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, near)
-            # An offer is stale if the member or its host got a child since. Correct it now.
+            # An offer is stale if the member or its host has gained a child since the offer. Correct such offers now.
             if rank != now:
                 heapq.heappop(heap)
                 if now is not None:
@@ -274,7 +274,7 @@ class Chains:
                 skipped.append(heapq.heappop(heap))
                 continue
             chosen = node
-        # Skipped members cannot be the parent of this child, but may be the parent of the next.
+        # Skipped members cannot be the parent of this child, but may be the parent of the next child.
         for item in skipped:
             heapq.heappush(heap, item)
         return chosen
@@ -297,7 +297,7 @@ class Trees:
     members of the host form a chain below the head. Heads alternate: one sends two halves to other hosts in the first
     tree, the next head in the second. So each head sends one copy, and both trees are as shallow as binary trees.
 
-    Parents that can still serve are kept. A head that joins alone sends one half of its copy in each tree.
+    Parents that can still serve are kept. A head that joins alone sends half of its copy in each tree.
     """
 
     def __init__(self, nodes: dict[str, Node]) -> None:
@@ -444,7 +444,7 @@ class Trees:
         if self._is_full(node):
             return _FULL, halves
         if halves >= NUM_TREES:
-            # Another child slows all members below this one. A complete holder is last, because all are below it.
+            # Another child slows all members below a node. A complete holder comes last, as all members are below it.
             return _OVER_COPY, 2 * halves + node.whole
         if node.whole:
             return (_OTHER_HALF if self._halves[tree].get(node.member) else _WITHIN_COPY), 0
@@ -474,14 +474,14 @@ class Trees:
             rank, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, tree)
-            # The offer is stale if the member or its link got a child since.
+            # An offer is stale if the member or its link has gained a child since the offer.
             if now != rank:
                 heapq.heapreplace(heap, (now, depth, order))
             elif _serves(node, child):
                 chosen = heap[0]
             else:
                 skipped.append(heapq.heappop(heap))
-        # Skipped members cannot be the parent of this child, but may be the parent of the next.
+        # Skipped members cannot be the parent of this child, but may be the parent of the next child.
         for offer in skipped:
             heapq.heappush(heap, offer)
         if chosen is None:

@@ -70,7 +70,7 @@ class LoadPlan:
         return int(self.read_nbytes.max(initial=0))
 
     def covered(self) -> Bools:
-        """Return, for each read, whether its segments, in order, cover exactly its bytes.
+        """Return, for each read, whether the segments in order cover exactly the bytes of the read.
 
         A covered read requires no staging buffer.
         """
@@ -147,9 +147,9 @@ def plan_load(
     Args:
         table: wanted rows, in any order.
         chunk_bytes: maximum size of a read, before it is aligned outward.
-        boxes: wanted region of each row. None means the whole row.
-        pack: whether small rows share slabs. If False, every row is a slab, as for live parameters.
-        align_bytes: reads start and end at multiples of this where the file allows it (4096 for direct I/O).
+        boxes: for each row, the region to read. None means the whole row.
+        pack: whether small rows share slabs. With `pack=False`, every row is a slab, as for live parameters.
+        align_bytes: reads start and end at multiples of this value where the file allows it (4096 for direct I/O).
         max_gap_bytes: a gap of at most this size between two wanted ranges is read instead of skipped.
 
     Raises:
@@ -209,7 +209,7 @@ def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I6
         return slab, at, np.zeros(0, np.int64)
     file, offset, size = rows.file_index[full], rows.offset[full], nbytes[full]
     small = (size < SMALL_BYTES) & ~boxed[full] & pack
-    # Rows share a slab only if they are adjacent in the file, because a single read would include a gap.
+    # Rows share a slab only if they are adjacent in the file, because one read of distant rows would include a gap.
     joins = np.zeros(len(full), bool)
     joins[1:] = (
         small[1:]
@@ -268,7 +268,7 @@ def _box_pieces(
     rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
-    # Read a rectangle with its gaps if they are small, because this takes fewer reads.
+    # Read a rectangle with its gaps if the gaps are small, because this takes fewer reads.
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
     step = min(num_rows, room_bytes // pitch) if tall else 1
     row0 = np.arange(0, num_rows, step, dtype=np.int64)
@@ -420,18 +420,18 @@ class ChunkTable:
         return spread(self.first_leaf[chunks], self.leaf_counts(chunks))
 
     def pieces(self, chunks: I64) -> ReadPieces:
-        """Return the byte ranges of these chunks, in their order. Neighbours within a row are one piece."""
+        """Return the byte ranges of these chunks, in the given order. Adjacent ranges in one row are one piece."""
         joins = chunks[1:] == chunks[:-1] + 1
         heads = np.flatnonzero(np.concatenate(([True], ~joins))[: len(chunks)])
         tails = np.flatnonzero(np.concatenate((~joins, [True]))[: len(chunks)])
         return self._pieces_in(self.start[chunks[heads]], self.start[chunks[tails] + 1])[0]
 
     def pieces_apart(self, chunks: I64) -> tuple[ReadPieces, I64]:
-        """Return pieces like `pieces`, but cut at chunk edges, and the position in `chunks` of each piece's chunk."""
+        """Return the same pieces as `pieces`, but cut at chunk edges, and the index in `chunks` for each piece."""
         return self._pieces_in(self.start[chunks], self.start[chunks + 1])
 
     def _pieces_in(self, start: I64, stop: I64) -> tuple[ReadPieces, I64]:
-        """Return the non-empty slices of rows in these ranges of the line, and the number of each slice's range."""
+        """Return the non-empty slices of rows in these ranges of the line, and the index of each slice's range."""
         first = np.searchsorted(self.row_start, start, side="right") - 1
         counts = np.searchsorted(self.row_start, stop, side="left") - first
         row, owner = spread(first, counts), np.repeat(np.arange(len(start)), counts)

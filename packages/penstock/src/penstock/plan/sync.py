@@ -161,11 +161,11 @@ class ReceiverPlan:
         return out
 
     def used_sources(self) -> list[str]:
-        """Return the sources from which the receiver reads, in their order."""
+        """Return the sources from which the receiver reads, in the order of `sources`."""
         return [self.sources[i] for i in self.link_bytes().nonzero()[0].tolist()]
 
     def windows(self, window_bytes: int) -> list[int]:
-        """Join adjacent buckets into windows of at most `window_bytes`. Return the first bucket of each and the end."""
+        """Join adjacent buckets into windows of up to `window_bytes`. Return the windows' first buckets and the end."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
         edges, taken = [0], 0
         for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
@@ -189,9 +189,9 @@ class ReceiverPlan:
 class SyncPlan:
     """Parts of all receivers, as columns without repetition. A receiver with 130,000 segments has only 5,000 rows here.
 
-    A wanted row is a tensor with a pattern. The strips of the pattern refer to pairs of the tensor, and each pair
-    refers to the team of ranks that holds it (see `match`). The position on the team's line determines the sending rank
-    (see `TeamLines`).
+    A wanted row is a tensor with a pattern. Each strip of the pattern refers to a pair of the tensor, and each pair
+    refers to the team of ranks that holds the pair (see `match`). The position on the team's line determines the
+    sending rank (see `TeamLines`).
     """
 
     key: str
@@ -355,7 +355,7 @@ def _assembled(
 ) -> SyncPlan:
     """Return the plan's columns, with strips sorted by pattern and wanted rows by bucket.
 
-    A pattern is a wanted form of a kind. A receiver's rows with one pattern share its strips.
+    A pattern is a kind of tensor in a wanted form. A receiver's rows with the same pattern share the pattern's strips.
     """
     pattern = pieces.want[laid.piece]
     first = np.searchsorted(pattern, np.arange(len(matched.wanted.values) + 1))
@@ -404,7 +404,7 @@ def _assembled(
 def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
     """Return the lines of all teams, cut so that the ranks of each team send about equal amounts.
 
-    All rows of a receiver with the same pattern want the same number of bytes, so they are only counted.
+    All rows of a receiver with the same pattern want the same number of bytes, so the rows are only counted.
     """
     num_patterns, num_teams = max(len(first) - 1, 1), len(matched.team.first) - 1
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
@@ -463,7 +463,7 @@ class TeamLines:
     """Shares of all receivers, as sections of one line per team: the bytes that are read from the team.
 
     The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. A share begins at `start` of its line. Each
-    rank of a team sends the section from the previous rank's `stop` to its `stop`.
+    rank of a team sends the section from the previous rank's `stop` to its own `stop`.
     """
 
     first: I64
@@ -514,7 +514,7 @@ def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
 def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
     """Return the bucket of each tensor. A bucket is one or more whole layers if they fit, or a slice of one layer.
 
-    `layer` is ascending. `receiver`, `place` and `nbytes` are the reads of tensors, sorted by receiver, then place.
+    `layer` is ascending. `receiver`, `place` and `nbytes` describe the reads of tensors, sorted by receiver and place.
     """
     num_tensors = len(layer)
     edges = np.flatnonzero(np.diff(receiver)) + 1
@@ -534,7 +534,7 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
                 stop = min(stop, int(places[full]))
         # A tensor that is larger than a bucket gets its own bucket.
         stop = max(stop, at + 1)
-        # End at the start of a layer unless that empties the bucket, because a bucket is ready with its last layer.
+        # End at the start of a layer unless that empties the bucket, because a bucket is ready when its last layer is.
         edge = int(layer_starts[np.searchsorted(layer_starts, stop, side="right") - 1])
         at = edge if edge > at else stop
     return np.searchsorted(np.array(starts, np.int64), np.arange(num_tensors), side="right") - 1

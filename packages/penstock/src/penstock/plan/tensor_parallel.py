@@ -126,7 +126,7 @@ class TensorParallel:
         return SplitRule(None) if is_whole else rule
 
     def _parsed(self, how: str, name: str) -> SplitRule:
-        """Parse the text of a rule for the tensor `name`. An empty name only checks the text."""
+        """Parse the text of a rule for the tensor `name`. With an empty `name`, only check the text."""
         if how == "replicate":
             return SplitRule(None)
         dim, _, parts = how.partition(":")
@@ -162,9 +162,9 @@ class TensorParallel:
         """Raise PlanError if a split would cut an element, a head, or a block of a block format.
 
         Args:
-            shape: shape of the tensor on one of the `of` ranks that hold it now.
+            shape: shape of the tensor on one of the `of` ranks that now hold the tensor.
             shapes: shapes of all tensors on that rank, by name.
-            to: number of ranks among which it is split.
+            to: number of ranks among which the tensor is split.
         """
         if rule.dim is None:
             return
@@ -222,7 +222,7 @@ class TensorParallel:
     def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
         """Return the boxes of an unsliced tensor that belong to a rank, joined along their dim. See `check`.
 
-        Raises PlanError if the tensor is not a scalar and no rule matches it, and the errors of `rule_of`.
+        Raises PlanError if no rule matches a tensor that is not a scalar. Also raises the errors of `rule_of`.
         """
         if self.how(name) is None and shape:
             raise PlanError("no rule says how to split this tensor", tensor=name, hint=f"add a rule: {FORMS}")
@@ -289,9 +289,9 @@ def tensor_parallel(
     Args:
         rank: this rank, from 0.
         size: number of ranks.
-        rules: pairs that are checked before the built-in rules. The first item is a pattern that is searched in names.
-            The second item is `replicate`, a dim, or `dim:parts` for fused tensors (`0:4,1,1`).
-        heads: numbers of query heads and of key heads. None means to read them from `config.json` next to the weights.
+        rules: pairs that are checked before the built-in rules. The first item is a pattern to search for in names. The
+            second item is `replicate`, a dim, or `dim:parts` for fused tensors (`0:4,1,1`).
+        heads: numbers of query heads and of key heads. None means the numbers in `config.json` next to the weights.
             With fewer key heads than ranks, several ranks have the same head. If there are fewer key heads than query
             heads and their numbers are unknown, the load is rejected.
     """

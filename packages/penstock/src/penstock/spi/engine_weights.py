@@ -1,7 +1,7 @@
 """An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, and then serves or releases it.
 
 With a hub (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache on its host that has exactly this
-checkpoint. Otherwise the replica joins the fleet with the model's name. Replicas exchange the checkpoint and
+checkpoint. Without such a cache, the replica joins the fleet with the model's name. Replicas exchange the checkpoint,
 not processed parameters, so replicas with different versions, parallel sizes and engines can share the bytes.
 """
 
@@ -222,7 +222,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
     connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
-    # Use the fleet or storage only if there is no such cache.
+    # Fall back to the fleet or storage only if the cache does not exist or the hub does not respond.
     except (NotFound, HubUnavailable) as error:
         log.warning("penstock: not attached to %s in the weight cache: %s", name, error)
         return None
@@ -260,7 +260,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
     connection = connection_of(options, rank=None)
     try:
         members = penstock.hub.status(name, connection=connection).members
-        # Check this before reading the headers, because that costs requests to storage.
+        # Check for a cache before reading the headers, because reading them costs requests to storage.
         if not any(state.kept for member in members if member.host == host_id() for state in member.holdings):
             return None
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
@@ -273,7 +273,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
             verify=options.get("verify", True),
             timeout_s=0,
         )
-    # Do not log this, because the fleet is tried next and logs the source of the bytes.
+    # Log no warning, because the fleet is tried next and logs the source of the bytes.
     except (NotFound, HubUnavailable) as error:
         log.info("penstock: not attached to a weight cache of %s: %s", name, error)
         return None
@@ -294,7 +294,7 @@ def join(
 ) -> Fleet | None:
     """Join the fleet. If the hub does not respond, read storage, and join as soon as the hub responds.
 
-    `uris` are the weights in storage, for the warning. Only rank 0 of an engine on this host uses the configured ports.
+    `uris` names the weights in storage in the warning. Only rank 0 of an engine on this host uses the configured ports.
     Returns None, after a warning, if the hub of this host cannot start.
     """
     from penstock.fetcher.join import join_or_warn
@@ -330,7 +330,7 @@ def tensors(
         report = fleet.fetch(weights, fallback=uris, device=device, storage_options=storage_options)
         log.info("penstock: %s", report)
         yield from weights.items()
-        # Set this last, because an engine that fails while it loads must not stay in the fleet.
+        # Set `stays` last, because an engine that fails while it loads must not stay in the fleet.
         stays = options.serve and serves
     finally:
         if not stays:
@@ -347,7 +347,7 @@ _drain_files: set[str] = set()
 
 def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     keys = _keys(fleet)
-    # Otherwise an engine that is updated from disk would keep one more checkpoint in memory after each update.
+    # Leave earlier fleets, because an engine that is updated from disk would keep one more checkpoint per update.
     for former in [other for other in _serving if _keys(other) & keys]:
         log.info("penstock: %s: the earlier weights are no longer served", former.identity.model)
         former.leave(0.0)
@@ -358,7 +358,7 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     if options.drain_file is not None and options.drain_file not in _drain_files:
         _drain_files.add(options.drain_file)
         drain_file = Path(options.drain_file)
-        # The two files may be left over from a previous run of this container.
+        # The drain file and the done file may be left over from a previous run of this container.
         for stale in (drain_file, _done_file(drain_file)):
             stale.unlink(missing_ok=True)
         start_thread(threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True))

@@ -1,4 +1,4 @@
-"""Prepares the kernels that digest an engine's weights before a sleep, while the engine loads its model."""
+"""Prepare the kernels that digest an engine's weights before a sleep, while the engine loads its model."""
 
 from __future__ import annotations
 

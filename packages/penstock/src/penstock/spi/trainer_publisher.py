@@ -17,7 +17,7 @@ from penstock.sync.shards import Declarable, Shard
 
 
 class TrainerPublisher(Closeable):
-    """Publishes versions from one rank of a trainer. `rank` is a pair: this rank and the number of ranks."""
+    """Publisher of versions from one rank of a trainer. `rank` is a pair: this rank and the number of ranks."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class TrainerPublisher(Closeable):
             params: this rank's shards, with equal names and boxes in all versions. The tensors may be new objects.
             version: must be above all earlier versions. None means the next version.
             mode: see `penstock.publisher`.
-            num_receivers: number of subscribers to wait for first, because a live version is visible only to known
-                subscribers.
+            num_receivers: number of subscribers to wait for before publishing, because a live version is visible only
+                to known subscribers.
 
         Raises:
             PenstockError: see `penstock.publisher` and `penstock.sync.Publisher.publish`.
@@ -73,7 +73,7 @@ class TrainerPublisher(Closeable):
                 rank=self._rank,
             )
             if self._rank[0] == 0:
-                # Otherwise a rank that joins late would find the version at another member and refuse to publish it.
+                # Wait for all ranks, because a late rank would find the version at another member and not publish it.
                 self._publisher.wait_ranks()
         if num_receivers and self._rank[0] == 0:
             self._publisher.wait_subscribers(num_receivers)

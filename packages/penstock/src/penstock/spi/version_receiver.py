@@ -26,7 +26,7 @@ class VersionReceiver(Closeable):
 
     Args:
         connection: see `penstock.join`.
-        transforms: tags of transforms. Tensors are received in these forms if the publisher offers them.
+        transforms: tags of the forms in which to receive tensors, if the publisher offers these forms.
         rank: a pair, this rank and the number of ranks that receive the version.
         group: the ranks' process group, with a CPU backend, if either all ranks or none must receive each version.
     """
@@ -57,7 +57,7 @@ class VersionReceiver(Closeable):
         return self._subscriber.version
 
     def receive(self, version: int | None = None, timeout_s: float | None = None) -> Mapping[str, torch.Tensor]:
-        """Receive and verify a version. Return its tensors, which are valid until the next version is received.
+        """Receive and verify a version. Return the version's tensors, valid until the next version is received.
 
         Args:
             version: the version to receive. None means the newest.
@@ -65,7 +65,7 @@ class VersionReceiver(Closeable):
 
         Raises:
             PenstockError: see `penstock.sync.Subscriber.update`.
-            PeerLost: another rank did not receive the version, or is lost. Then the engine received no tensors.
+            PeerLost: another rank is lost or did not receive the version, so no tensors are returned.
         """
         why = ""
         try:

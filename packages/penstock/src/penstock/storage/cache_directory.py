@@ -183,7 +183,7 @@ class CacheDirectory:
             if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
                 self._known_bytes = self._measure()[0]
                 self._since_scan_bytes = 0
-            # Count before the write, so that other threads see the space as used.
+            # Count the bytes before the write, so that other threads see the space as used.
             self._known_bytes += nbytes
             self._since_scan_bytes += nbytes
             if self._known_bytes > self._limit_bytes:
@@ -287,7 +287,7 @@ def _open_level(above: int, name: str, *, make: bool) -> int:
 
 
 def _set_aside(folder: int, name: str) -> None:
-    """Rename a path that blocks a chunk or directory. Do not remove it, because the cache did not create it."""
+    """Rename a path that blocks a chunk or directory. Do not remove the path, because the cache did not create it."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(name, f".{name}.{secrets.token_hex(4)}.foreign", src_dir_fd=folder, dst_dir_fd=folder)
 

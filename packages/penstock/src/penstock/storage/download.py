@@ -112,5 +112,5 @@ def download(
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file without following symlinks, which only another user can have created."""
+    """Open a file without following symlinks, because only another user can have created a symlink here."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

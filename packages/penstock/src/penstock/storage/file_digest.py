@@ -16,11 +16,11 @@ _MAX_AHEAD_BYTES = 256 * MIB
 class FileDigest:
     """The SHA-256 of a file whose ranges arrive in any order.
 
-    A range waits at most `stall_s` for the ranges before it. After this time the digest is abandoned.
+    A range waits at most `stall_s` for the ranges before it. After `stall_s` seconds, the digest is abandoned.
 
     Attributes:
-        is_wanted: whether early ranges are kept. Until this is set, only consecutive ranges are hashed, because the
-            rest of the file may never be read.
+        is_wanted: whether to keep ranges that arrive out of order. While `is_wanted` is False, only consecutive ranges
+            are hashed, because the rest of the file may never be read.
         is_equal: whether the whole file was hashed and its digest matches.
     """
 
@@ -100,7 +100,7 @@ class FileDigest:
 
 
 class HashedReads:
-    """A mixin for sources that checks their reads against the digest from their storage, if there is one."""
+    """A mixin that checks a source's reads against the digest from the storage, if there is one."""
 
     _digest: FileDigest | None = None
 

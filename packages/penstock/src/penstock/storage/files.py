@@ -51,9 +51,9 @@ _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 class FileSource(LocalFile):
     """A local file as a `Source`. Raises the same errors as `LocalFile`.
 
-    Direct I/O fills most of a buffer whose address equals the file offset modulo 4096. Only the head and tail of the
-    request are then copied. On a device with few segments per request, memory in huge pages is read 2.5 times as fast
-    as 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
+    Direct I/O fills most of a buffer whose address equals the file offset modulo 4096, and only the head and tail of
+    the request are copied. On a device with few segments per request, reads into huge pages are 2.5 times as fast as
+    reads into 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
 
     Attributes:
         why: the reason that some absent bytes were not read with direct I/O. "" if all were.
@@ -81,12 +81,12 @@ class FileSource(LocalFile):
             # cachestat would count the pages of a file in memory one by one, 0.24 ms per window.
             source._windows = bytearray([_RESIDENT]) * len(source._windows)
         if not source._refused:
-            # Disable readahead. It would read bytes that direct I/O reads again.
+            # Disable readahead, which would read bytes that direct I/O reads again.
             os.posix_fadvise(source._fd, 0, 0, os.POSIX_FADV_RANDOM)
         return source
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. The paths are `page-cache`, `direct` and `buffered`.
+        """See `Source.readv`. The possible paths of a read are `page-cache`, `direct` and `buffered`.
 
         Raises SourceChanged if the file was written to before the read ended. All successful reads, from any thread,
         return bytes from the same file state. A read that hangs in the kernel (a dead NFS server) cannot be
@@ -104,7 +104,7 @@ class FileSource(LocalFile):
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
-                # Some file systems lack RWF_NOWAIT. Other errors recur below and are typed there.
+                # Some file systems lack RWF_NOWAIT. Other errors recur in `_read_split` and are converted there.
                 if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
             self.received_bytes += max(0, nbytes_read)
@@ -143,7 +143,7 @@ class FileSource(LocalFile):
                 self._query_windows(window << _WINDOW_SHIFT, window << _WINDOW_SHIFT)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
-        """Return a descriptor for a range in the page cache. Return None if the range may not be cached."""
+        """Return a descriptor for a range in the page cache, or None if the range might not be cached."""
         first, last, stop = offset >> _WINDOW_SHIFT, (offset + nbytes) >> _WINDOW_SHIFT, offset + nbytes
         if stop > self.nbytes:
             return None
@@ -258,7 +258,7 @@ class FileSource(LocalFile):
         return path
 
     def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
-        """Read with direct I/O and return the offset reached. The rest stays in `buffers`."""
+        """Read with direct I/O and return the offset reached. The buffers that are not filled yet stay in `buffers`."""
         # A short read may end anywhere, but direct I/O needs an aligned offset.
         while buffers and offset % self._alignment[1] == 0:
             try:
@@ -318,7 +318,7 @@ class FileSource(LocalFile):
 def _align(
     offset: int, buffers: list[memoryview], alignment: tuple[int, int]
 ) -> list[tuple[int, bool, list[memoryview]]]:
-    """Split the request into `(offset, whether direct I/O fits, buffers)`, and merge neighbours of the same kind."""
+    """Split the request into `(offset, whether direct I/O works, buffers)`, and merge neighbours of the same kind."""
     address_step, offset_step = alignment
     runs: list[tuple[int, bool, list[memoryview]]] = []
     for buffer in buffers:

@@ -235,7 +235,7 @@ class _HubCache:
     def _fetch(
         self, blobs: Iterable[tuple[str, str]], copy: Copy, written: list[str], *, wait: bool
     ) -> list[tuple[str, str]]:
-        """Write missing blobs under their locks. Return the blobs that another process has locked."""
+        """Write missing blobs while holding their locks. Return the blobs that another process has locked."""
         busy, partial = [], {}
         with ExitStack() as locks:
             held: dict[str, ExitStack] = {}
@@ -273,10 +273,10 @@ class _HubCache:
         return busy
 
     def _locked(self, lock: ExitStack, etag: str, *, wait: bool) -> bool:
-        """Acquire the library's lock for a blob. Without `wait`, return False if another process holds the lock.
+        """Acquire the library's lock for a blob. With `wait=False`, return False if another process holds the lock.
 
-        With `wait`, continue without the lock once the other process has written nothing for `stall_s` seconds. The
-        lock only avoids a second transfer.
+        With `wait=True`, continue without the lock once the other process has written nothing for `stall_s` seconds.
+        The lock only avoids a second transfer.
         """
         from filelock import Timeout
 

@@ -34,9 +34,9 @@ ALIGNMENT = 32
 _MAX_NAME_BYTES = 65_535
 # Source: GGML_MAX_DIMS.
 _MAX_DIMS = 4
-# Limit, since skipping a string takes 0.3 us. The largest tokenizers have 260,000 tokens and 510,000 merges.
+# Limit the count, as skipping a string takes 0.3 us. The largest tokenizers have 260,000 tokens and 510,000 merges.
 _MAX_STRINGS = 1 << 21
-# The manifest's metadata only describes longer values, because a tokenizer takes megabytes.
+# The manifest's metadata only describes values beyond these limits, because a tokenizer takes megabytes.
 _MAX_TEXT_BYTES = 64 << 10
 _MAX_LIST = 64
 

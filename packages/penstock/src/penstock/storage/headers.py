@@ -39,7 +39,7 @@ def read_header(source: Source) -> Header:
     first = bytearray(min(GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
     if first:
         source.readv(0, [memoryview(first)])
-    # Files in a cache have no suffix. Read as the length of a safetensors header, these bytes exceed the limit.
+    # Check the magic, because cached files have no suffix. As a safetensors header length, it exceeds the limit.
     if first.startswith(MAGIC):
         from penstock.storage import gguf
 

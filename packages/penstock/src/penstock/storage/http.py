@@ -1,4 +1,4 @@
-"""Sources over HTTP(S), with ranged reads into the caller's buffers that resume at the last byte after a failure."""
+"""Sources over HTTP(S), with ranged reads that fill the caller's buffers and resume where they failed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HttpStorage:
 
 
 class PlainOrigin:
-    """A URL from the user, or the target of its redirect until that target is refused.
+    """The user's URL, or the target of a redirect from that URL until a request to the target is refused.
 
     Args:
         uri: http:// or https://, optionally with user and password.
@@ -95,7 +95,7 @@ class PlainOrigin:
         """Request the user's URL again, because the target of a redirect may have expired. See `Origin.renew`."""
         if url == self._user_url or status not in {400, 401, 403, 404, 410}:
             return False
-        # Keep a redirect that another thread has followed.
+        # Another thread may already have followed a new redirect, so reset only an unchanged URL.
         if self._current == url:
             self._current = self._user_url
         return True
@@ -155,8 +155,8 @@ class HttpSource:
         """See `Source.readv`. One ranged request fills all `buffers`. After a failure the rest is requested again.
 
         If the response is shorter than the range, the next request asks for all bytes to the object's end, because
-        servers that limit ranges often send whole objects. If that response is short too, the rest is requested range
-        by range.
+        servers that limit ranges often send whole objects. If the response to the second request is short too, the rest
+        is requested range by range.
         """
         stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings, arrivals=self._arrivals)
@@ -211,7 +211,7 @@ def _hold_pool(settings: Settings, trusted: tuple[Bundle, ...]) -> Pool:
 
 
 def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> HttpSource:
-    """Open an http(s) URL. A user and password in it are sent but never shown. Raises ConfigError or SourceError."""
+    """Open an http(s) URL. A user and password in the URL are sent, never shown. Raises ConfigError or SourceError."""
     origin, name = PlainOrigin(uri, storage_options or {}), clean(uri)
     return open_origin(name, origin, lambda seen: HttpSource(name, origin, seen, settings=settings), settings=settings)
 
@@ -260,7 +260,7 @@ def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[in
 
 
 def clean(uri: str) -> str:
-    """Return `uri` without user, query and fragment, for messages. URIs of object stores have no such parts."""
+    """Return `uri` without user, query and fragment, for messages. Other URIs are returned unchanged."""
     if not uri.lower().startswith(("http://", "https://")):
         return uri
     scheme, _, rest = uri.partition("://")

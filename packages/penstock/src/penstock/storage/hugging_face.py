@@ -75,7 +75,7 @@ class HuggingFaceStorage(RepositoryStorage):
         api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
         # The key includes the token, because another user may see more repositories.
         key = (api.endpoint, where.kind, where.name, token or "")
-        # Other revisions may move, so their listings are not cached.
+        # Branches and tags may move, so only listings of commits are cached.
         if where.revision is not None and (found := self.listed(*key, where.revision)):
             return where.revision, found
         uri = where.repository if where.revision is None else f"{where.repository}@{where.revision}"
@@ -164,7 +164,7 @@ def library() -> Any:
 
 
 def _token(options: Mapping[str, str]) -> str | None:
-    """Return the token from the caller or from huggingface_hub, unless its user forbids implicit tokens."""
+    """Return the token from the caller or from huggingface_hub, unless the user has forbidden implicit tokens."""
     token = options.get("token")
     # An empty token disables tokens, like `token=False` in the library.
     if token is not None:

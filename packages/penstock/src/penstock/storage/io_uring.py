@@ -44,7 +44,7 @@ def refusal() -> str:
     if sys.platform != "linux":
         return "io_uring exists only on Linux"
     if platform.machine() != "x86_64":
-        # The kernel shares ring indices. Python has no memory barriers, and only x86 needs none.
+        # The kernel shares the ring indices with this process. Python has no memory barriers, and only x86 needs none.
         return f"io_uring from Python needs x86-64's memory order, not {platform.machine()}"
     return ""
 
