@@ -21,13 +21,13 @@ LOOK_S = 0.2
 """Longest wait in seconds inside `deferred` between two checks for a signal."""
 INSISTS_S = 2.0
 """A signal that arrives more than this many seconds after the first signal raises at once, because the program hangs.
-An earlier second signal does not, because shells and launchers often send Ctrl-C twice."""
+A second signal before that does not raise, because shells and launchers often send Ctrl-C twice."""
 _SEND_AGAIN_S = 0.01
 """Pause in seconds before a signal that arrived in a finalizer is sent again."""
 
 
 class State(enum.Enum):
-    """The state of the main thread."""
+    """The main thread's state with regard to Ctrl-C."""
 
     OUTSIDE = enum.auto()
     """Outside any block. A signal raises KeyboardInterrupt at once."""
@@ -40,7 +40,7 @@ class State(enum.Enum):
 
 
 class Interrupt:
-    """The state machine of the main thread. Only the main thread and its signal handlers may use it."""
+    """The state machine for Ctrl-C, which only the main thread and its signal handlers may use."""
 
     def __init__(self) -> None:
         self.state = State.OUTSIDE
@@ -53,7 +53,7 @@ class Interrupt:
             self.state = State.DEFERRING
 
     def note(self, now_s: float) -> bool:
-        """Note a signal. Return whether to raise at once, because the first signal was noted `INSISTS_S` ago."""
+        """Note a signal. Return whether to raise at once, because the first one was noted over `INSISTS_S` ago."""
         if self.state in {State.OUTSIDE, State.DEFERRING}:
             self.state, self._noted_at_s = State.NOTED, now_s
         return now_s - self._noted_at_s > INSISTS_S
@@ -76,7 +76,7 @@ _interrupt = Interrupt()
 
 
 class deferred:
-    """A block that notes SIGINT and raises KeyboardInterrupt at its end. Only the outermost nested block raises."""
+    """A block that notes SIGINT and raises KeyboardInterrupt at its end. Only the outermost of nested blocks raises."""
 
     _is_outermost = False
 
@@ -186,7 +186,7 @@ def _end() -> bool:
         if before is not _note and before is not signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
     finally:
-        # Reset the state even if another signal raises above. Otherwise the next block would raise.
+        # Reset the state even if another signal raises above, so that the next block does not raise.
         was_noted = _interrupt.end()
     return was_noted
 

@@ -17,12 +17,12 @@ class _Closes(Protocol):
 
 
 def is_ending() -> bool:
-    """Return whether the interpreter is shutting down. By then daemon threads have stopped and never release locks."""
+    """Return whether the interpreter is shutting down, so that daemon threads have stopped and never release locks."""
     return sys.is_finalizing()
 
 
 class Closeable:
-    """A context manager for classes with a `close` method. It does nothing while the interpreter shuts down."""
+    """A context manager that calls the object's `close` method, except while the interpreter shuts down."""
 
     def __enter__(self) -> Self:
         return self

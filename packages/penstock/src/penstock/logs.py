@@ -1,4 +1,4 @@
-"""The loggers of this package. They escape their arguments, which may contain text from other programs or users."""
+"""Loggers that escape the arguments of messages, which may contain text from other programs or users."""
 
 from __future__ import annotations
 

@@ -32,17 +32,17 @@ from penstock.waits import jitter
 
 # Seconds added to a heartbeat interval, so that members that could not reach the hub have time to retry.
 _ANNOUNCE_S = 1.0
-# A late request must not register a member again after it left. A client gives up after 10 s (`client.TIMEOUT_S`), and
-# a body arrives within 20 s (`app.BODY_S`).
+# A late request must not register a member that has left. A client gives up after 10 s (`client.TIMEOUT_S`), and a
+# request's body arrives within 20 s (`app.BODY_S`).
 _GONE_TTL_S = 60.0
-# Newcomers to a larger fleet poll as if it had this size: every 0.5 s, as often as a snapshot of 1,000 is renewed.
+# Fleet size that limits the pause of newcomers to 0.5 s, the interval at which a snapshot of 1,000 members is renewed.
 _NEWCOMERS = 50
-# Newcomers with a place in the relay poll as if the fleet had at most this many members: every 2 s. This saves a third
-# of the requests from a starting fleet.
+# Fleet size that limits the pause of newcomers with a place in the relay to 2 s, which saves a third of the requests
+# from a starting fleet.
 _PLACED_NEWCOMERS = 200
 # Maximum number of compare-and-set attempts.
 _ATTEMPTS = 64
-# Maximum number of attempts for a claim in a request for upstreams, whose response must not wait.
+# Maximum number of compare-and-set attempts for a claim inside an `upstreams` request, which must not wait.
 _FEW_ATTEMPTS = 4
 # Number of locks for the tables of claims, so that claims on different keys rarely wait for each other.
 _NUM_CLAIMING = 64
@@ -57,13 +57,13 @@ class Directory:
     """The hub's logic on one store. Thread-safe.
 
     Args:
-        fresh: whether there were no members before, so that chunks can be claimed immediately. Otherwise members first
+        fresh: whether there were no members before, so that chunks can be claimed immediately. If False, members first
             have one heartbeat interval to report their chunks.
         beat_s: interval between heartbeats.
         ttl_s: a member that is silent for this long is removed.
-        clock: returns seconds, the same for all directories on the store. None means the store's clock.
+        clock: returns seconds, the same for all directories on the store, or None to use the store's clock.
         timer: returns monotonic seconds in this process.
-        seed: 32 bytes that form the key for signing grants. None means a seed in the store.
+        seed: 32 bytes that form the key for signing grants, or None to keep the seed in the store.
         look_share: maximum share of time spent on snapshots of one key.
     """
 
@@ -88,7 +88,7 @@ class Directory:
         self.counts: Counter[str] = Counter()
         self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
-        # Times on `timer` of the last renewal of the hub's entry and of the last record of each key.
+        # Times on `timer` at which the hub's entry was last renewed and at which each key was last recorded.
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
         self._clock = clock or store.now
@@ -104,7 +104,7 @@ class Directory:
     def begin(self) -> None:
         """Renew the entry that shows that a hub is running.
 
-        Without this entry the hub is new, and assigns no chunks until members have had time to report.
+        A hub that finds no such entry is new, and assigns no chunks until members have had time to report.
         """
         ttl_s = 3 * self.beat_s
         self._limits.count_members()
@@ -125,7 +125,7 @@ class Directory:
         """Register a process, or confirm that it is still registered.
 
         Raises:
-            PermissionDenied: the id belongs to another process, or to a member that left.
+            PermissionDenied: the id belongs to a different process, or to a member that has left.
             PlanError: an address of the member's server is not valid.
             SourceBusy: the caller has registered as many members as it may.
         """
@@ -169,7 +169,7 @@ class Directory:
         Raises:
             UnknownMember: the member was silent for too long or left, or the hub is new.
             PlanError: a holding contradicts itself.
-            SourceBusy: the reports of the caller's members exceed the caller's share.
+            SourceBusy: the reports of the caller's members exceed the caller's quota.
         """
         # A refused heartbeat must change nothing.
         for holding in beat.holdings:
@@ -179,7 +179,7 @@ class Directory:
         boot = snapshot.encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
-        # Only a new hub can have lost the drain order. An operator may otherwise have undone it since the last reply.
+        # Only a new hub can have lost a drain order. If any other hub has no order, an operator has undone the order.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
@@ -190,8 +190,8 @@ class Directory:
         for holding in beat.holdings:
             self._hold(known, holding)
         snapshot.record_sync_states(self.store, known, beat.syncs, now, self.ttl_s)
-        # A concurrent request may have changed the entry, so merge with it once. If that fails too, the next heartbeat
-        # reports the keys.
+        # A concurrent request may have changed the entry, so merge with it once. If the merged write fails too, the
+        # next heartbeat reports the keys.
         after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot, nbytes=nbytes)
         if not self._renew(member, entry, after):
             entry, latest = self._known(member)
@@ -224,7 +224,7 @@ class Directory:
                 raise PermissionDenied(
                     f"this token may not access all models of member {member}", hint="use a token for all these models"
                 )
-            # An older heartbeat must not restore the order, even while the hub is new.
+            # An older heartbeat must not restore an undone drain order, even while the hub is new.
             self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
             if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
                 break
@@ -273,8 +273,8 @@ class Directory:
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
-            # The member requests the layout, or joined after the snapshot. It may use any holders until it has a place
-            # in the relay.
+            # The member requests the layout, or joined after the snapshot. Such a member may use any holders until it
+            # has a place in the relay.
             names = view.holders_near(hello, holding)
         holders = {name: view.held[name] for name in names}
         grants = self._grants().sign(
@@ -335,7 +335,7 @@ class Directory:
         return reply
 
     def _assign(self, request: messages.ClaimRequest, caller: Caller, *, attempts: int) -> messages.ClaimReply | None:
-        """Change the table of claims for a recorded request. Return None if other directories won every race."""
+        """Change the table of claims for a recorded request. Return None if every attempt lost to another directory."""
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
@@ -365,7 +365,7 @@ class Directory:
         return None
 
     def complain(self, complaint: messages.FaultReport, caller: Caller = ANYBODY) -> None:
-        """Record that a reader could not use a source. The source becomes the last choice for that reader.
+        """Record that a reader could not use a source, and make the source the last choice for that reader.
 
         Once `DISTRUST` callers complain, the source becomes the last choice for all readers. Complaints about wrong
         bytes affect only the complaining reader, which also reports them to the holder.
@@ -436,7 +436,7 @@ class Directory:
         record_job(self.store, job, state, caller.name, now, ttl_s=self.ttl_s, max_jobs=most)
 
     def status(self, model: str | None = None) -> messages.Status:
-        """Return the members and their holdings. With a model, return only members that have or fetch the model."""
+        """Return the members and their holdings. If `model` is set, include only members that have or fetch it."""
         return snapshot.status(self.store, model, self._clock())
 
     def record_lost(self, member: messages.MemberStatus) -> None:
@@ -456,7 +456,7 @@ class Directory:
             self.begin()
 
     def _grants(self, *, reread: bool = False) -> GrantSigner:
-        """Return the signer. `reread` also checks whether the store still has the signer's seed."""
+        """Return the signer. If `reread` is set, first read the store's seed again."""
         if self._signer is None or (reread and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
@@ -482,7 +482,7 @@ class Directory:
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
     def _still_requested(self, key: str, member: str, now: float) -> bool:
-        """Return whether a key that a heartbeat omits was requested after the heartbeat. If not, drop the key."""
+        """Return whether a key that a heartbeat omits was requested after the heartbeat, and drop the key if not."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
         if entry is not None and now - snapshot.HOLDING_DECODER.decode(entry.value).requested_at < self.beat_s:
@@ -507,7 +507,7 @@ class Directory:
         state = holding, num_have, requested_at, bool(reads_storage)
         holder = snapshot.HoldingEntry(known.hello, known.since, *state, known.certificate, known.drain is not None)
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
-        # Only `why` and `status` use the record of a key, so do not write it for each request.
+        # Only `why` and `status` read the record of a key, so do not write the record for each request.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             snapshot.record_key(self.store, holding, ttl_s=3 * self.ttl_s)
@@ -518,7 +518,7 @@ class Directory:
     def _record_request(
         self, member: str, holding: messages.HoldingState, *, reads_storage: bool
     ) -> snapshot.HoldingEntry:
-        """Record the checked state in a request, and that its member is alive. Return the entry."""
+        """Record the checked state from a request, and that the member is alive. Return the entry."""
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
@@ -544,7 +544,7 @@ class Directory:
             view = self._view(holding.key, again=True)
         reported = {name: view.held[name].holding for name in view.reading.difference(listed, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
-        # Update rarely, because each change makes every concurrent claimant lose its race.
+        # Note progress rarely, because each change of the table makes every concurrent claim fail and retry.
         if now - after.looked > PROGRESS_CHECK_S:
             states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
             silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
@@ -565,11 +565,11 @@ class Directory:
     def _claim_reply(
         self, request: messages.ClaimRequest, view: snapshot.HubSnapshot, ranges: messages.Ranges, *, quiet: bool
     ) -> messages.ClaimReply:
-        """Return the assigned chunks. If there are none, return the pause before the next request, and the reason."""
+        """Return the assigned chunks, or if no chunk is assigned, a pause before the next request and the reason."""
         if ranges:
             return messages.ClaimReply(ranges=ranges)
         if quiet:
-            # A fleet of 1,000 would otherwise send 2,000 requests a second until the hub knows all members.
+            # Without this pause, a fleet of 1,000 would send 2,000 requests a second until the hub knows all members.
             pause_s = min(self.beat_s, _pause(self.beat_s / 4, view.num_sharing))
             why = "the hub is new and waits one heartbeat for the members' reports"
             return messages.ClaimReply(ask_again_s=pause_s, why=why)
@@ -581,7 +581,7 @@ class Directory:
     def _view(
         self, key: str, *, again: bool = False, newcomer: snapshot.HoldingEntry | None = None
     ) -> snapshot.HubSnapshot:
-        """Return a snapshot of a key that includes the newcomer. With `again`, the snapshot is always new."""
+        """Return a snapshot of a key that includes the newcomer. If `again` is set, use no cached snapshot."""
         # Pop and insert to keep the dict in order of use, so that the least recently used keys are dropped first.
         with self._lock:
             cache = self._snapshots.pop(key, None)

@@ -17,7 +17,7 @@ _DEMOTED = "demoted for everyone"
 def explain_lines(
     request: WhyRequest, views: Mapping[str, HubSnapshot], syncs: Mapping[str, SyncEntry]
 ) -> tuple[str, ...]:
-    """Return at most 200 lines about the weights (`views` by key) and the sync with the requested name."""
+    """Return at most 200 lines about the requested weights and sync. `views` contains the snapshots by key."""
     if not views and not syncs:
         return (
             f"no member has, fetches, publishes or receives {request.model}. "
@@ -80,7 +80,7 @@ def _of_sync(request: WhyRequest, syncs: Mapping[str, SyncEntry]) -> Iterator[st
 
 
 def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    """Yield a member's upstreams, and for each other member why it is an upstream or is not."""
+    """Yield a member's upstreams, and for every other member the reason why it is or is not an upstream."""
     view = views[key]
     if holder.holding.state != "filling":
         yield f"{name} {_state_text(holder)} and needs no upstream{_path_text(holder)}"
@@ -104,7 +104,7 @@ def _between(
     view: HubSnapshot,
     orders: tuple[tuple[str, ...], ...],
 ) -> str:
-    """Return why member `name`, whose upstreams in each tree are `orders`, reads or does not read from `other`."""
+    """Return why member `name` reads from `other` or not. `orders` lists the upstreams of `name` in each tree."""
     facts = [_state_text(theirs)]
     if theirs.holding.num_chunks != holder.holding.num_chunks:
         facts.append(f"divides the weights into {theirs.holding.num_chunks} chunks and not {holder.holding.num_chunks}")

@@ -1,4 +1,4 @@
-"""Failures of calls that members report: each member's record in the store."""
+"""Records of the failed calls that each member reports, which the hub keeps in its store."""
 
 from __future__ import annotations
 

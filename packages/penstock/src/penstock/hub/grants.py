@@ -1,9 +1,9 @@
 """Grants, which are short-lived rights of one member to read one key from one other member.
 
-The hub signs them and the source checks them.
+The hub signs grants and the source checks them.
 
 A grant names an **epoch** of its source: a number that the source reports to the hub with every heartbeat and replaces
-every 15 s. So the source alone decides, using its own monotonic clock, whether a grant is recent. A hub's clock may
+every 15 s. The source alone decides, using its own monotonic clock, whether a grant is recent. A hub's clock may
 jump, and the clocks of a hub's replicas may differ.
 """
 
@@ -39,10 +39,10 @@ members often log to stderr."""
 _SIGNATURE_BYTES = 64
 # A grant is a few hundred bytes long. Longer grants are refused before their signature is checked.
 _MAX_GRANT_BYTES = 2048
-# Maximum number of remembered grants, which allows 23,000 a second for 45 s. At this number a source accepts no more.
+# Maximum number of grants that a source remembers: 23,000 a second for 45 s. A full source refuses further grants.
 _MAX_NONCES = 1 << 20
-# These prefixes separate the signatures of a single grant and of several grants' digests from other signatures with the
-# same key.
+# Prefixes of the signed bytes, for a single grant and for the digests of several grants, so that no other signature
+# with the same key is valid for a grant.
 _ALONE = b"penstock grant 2\n"
 _TOGETHER = b"penstock grants 2.5\n"
 _MAX_TOGETHER = 16
@@ -92,13 +92,13 @@ class GrantSigner:
     ) -> dict[str, bytes]:
         """Return a grant for each source in one response.
 
-        A signature takes 50 us, and signatures took a third of a hub's time while a fleet started. So up to
-        `_MAX_TOGETHER` grants share a signature over their digests. The formats are `signature | number of digests |
+        A signature takes 50 us, and signatures took a third of a hub's time while a fleet started. To save time, up to
+        `_MAX_TOGETHER` grants share one signature over their digests. The formats are `signature | number of digests |
         digests | grant` and, before protocol 2.5, `signature | grant`.
 
         Args:
             key: key of the holding or of the sync.
-            epochs: for each source, its epoch in its last report.
+            epochs: for each source, the epoch that the source last reported.
             protocols: for each source, its protocol version, by default this release's.
             caller: the reader's `Caller.name`.
         """
@@ -123,7 +123,7 @@ class GrantSigner:
         return grants | {source: self._private.sign(_ALONE + grants[source]) + grants[source] for source in alone}
 
     def _caller_at(self, source: str, caller: str) -> str:
-        """Return the name under which a source counts a caller."""
+        """Return the name by which a source counts a caller's leases."""
         # The name differs at each source, so that no source learns a token's name or its use at other sources.
         return blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
 
@@ -146,12 +146,12 @@ class GrantChecker:
         self._clock = clock
         self._lock = threading.Lock()
         self._lines = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE, clock=clock)
-        # Epochs whose grants are accepted, oldest first. The first number is random, so that grants for an earlier
-        # checker, whose nonces are forgotten, never match.
+        # Epochs whose grants are accepted, oldest first. The number of the first epoch is random, so that no grant
+        # matches that was issued for a previous checker, whose nonces are forgotten.
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
 
     def trust(self, grant_key: bytes) -> None:
-        """Accept only the grants of a new hub."""
+        """Accept only grants signed by a new hub, whose raw public key is `grant_key`."""
         # Keep the epochs, because a heartbeat may already have reported the current epoch to the new hub.
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 

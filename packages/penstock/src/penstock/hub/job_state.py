@@ -1,4 +1,4 @@
-"""The state of a conversion for display, and the protocol of an object that receives it."""
+"""The state of a conversion for display, and the protocol of objects that receive such states."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The share of the hub's memory that each caller gets: members, tables of claims and decisions.
+"""Each caller's quotas for the hub's memory: for members, tables of claims and decisions.
 
 `net.shares` decides whose entries are removed from a full hub. `failures` and `conversions` limit their own entries.
-Several hubs on one store count members together. Once a hub has itself admitted enough members, it counts all members
-in the store at every heartbeat interval. Every other kind of entry is counted by the hub that received it.
+Several hubs on one store count members together: a hub that has admitted many members counts all members in the store
+at every heartbeat interval. Entries of every other kind are counted only by the hub that received them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Capacity:
 
 
 class Limits:
-    """The thread-safe shares and rates in one hub process.
+    """The callers' quotas and rate limits in one hub process. Thread-safe.
 
     Args:
         ttl_s: a member that is silent for this long is removed.
@@ -86,7 +86,7 @@ class Limits:
         self.unknown_leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
     def admit(self, member: str, caller: str, beat: Beat | None = None) -> int:
-        """Count a member and its heartbeat toward its caller's share, and return its weight without syncs.
+        """Count a member and its heartbeat toward its caller's quota. Return their size in bytes, without syncs.
 
         Raise SourceBusy if the hub is full.
         """
@@ -106,7 +106,7 @@ class Limits:
         return nbytes
 
     def count_members(self) -> None:
-        """Count the members of all hubs once a heartbeat interval, and remove members that exceed a caller's share."""
+        """Count the members of all hubs once a heartbeat interval, and remove members that exceed a caller's quota."""
         begun = self._timer()
         if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_count:
             return
@@ -155,7 +155,7 @@ class Limits:
         self._keep(self._decisions, name, caller)
 
     def _keep(self, shares: Shares[str], name: str, caller: str, weight: int = 1) -> None:
-        """Count an entry in the store, and remove entries that exceed a share, which may include this entry."""
+        """Count an entry in the store, and remove entries that exceed a caller's quota, possibly this entry."""
         victims = shares.enter(name, caller, weight)
         for victim in (name,) if victims is None else victims:
             self._store.write(victim, None)

@@ -1,4 +1,4 @@
-"""The hub of one host and user. The first process that uses the hub hosts it. If that process exits, another hosts it.
+"""The hub of one user on one host. The first client process hosts the hub. If that process exits, another takes over.
 
 These files are in the user's runtime directory:
 
@@ -124,7 +124,7 @@ class LocalEndpoint(HubEndpoint):
         return path if path.exists() else None
 
     def reached(self) -> None:
-        """Record that the hub responded, and mark this process as a member whose report a later hub waits for."""
+        """Record that the hub responded, and lock `members.lock`, so that a new hub waits for this process's report."""
         self._silent_since = None
         self.is_busy = False
         if not self._is_member:
@@ -132,7 +132,7 @@ class LocalEndpoint(HubEndpoint):
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """Replace a hub whose process is stopped or hangs. If its process exited, the next `reach` hosts a hub."""
+        """Replace a hub that is stopped or hangs. If the hub's process has exited, the next `reach` hosts a new hub."""
         with self._lock, runtime_files(self._directory):
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
@@ -148,7 +148,7 @@ class LocalEndpoint(HubEndpoint):
                 _replace(self._directory / "generation", f"{number + 1}\n".encode())
 
     def _pass_over_stopped(self) -> None:
-        """Replace a process that was stopped between locking and listening, which no client can detect later."""
+        """Replace a hub whose process was stopped after it locked the lock file and before it opened the socket."""
         with self._lock:
             number = _generation(self._directory)
             if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
@@ -159,13 +159,13 @@ class LocalEndpoint(HubEndpoint):
                 except (OSError, ValueError):
                     # The process has not written its PID yet.
                     return
-                # The state of a process in another PID namespace is unknown, and its PID may belong to another process
-                # here. Allow it as much time as a hub that hangs.
+                # The state of a process in another PID namespace is unknown, and its PID may belong to a different
+                # process here. Wait `HUNG_S` for such a process, as for a hub that hangs.
                 if _state_of(pid) in {"T", "t"} if _has_open(pid, path) else waited_s > HUNG_S:
                     self._pass_over(number)
 
     def _runs_still(self, url: str) -> bool:
-        """Return whether a silent hub's process runs and was silent for less than `HUNG_S`, so that it will respond."""
+        """Return whether a silent hub's process is running and the hub was silent for less than `HUNG_S`."""
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
         return now - self._silent_since < HUNG_S and _runs(url.removeprefix("unix://"))
@@ -182,7 +182,7 @@ class LocalEndpoint(HubEndpoint):
             self._members.close()
 
     def _host(self, number: int) -> _HostedHub | None:
-        """Host hub `number`. Return None if another process hosts it."""
+        """Host hub `number`, or return None if another process hosts or has replaced this hub."""
         lock = _LockFile.open(self._directory / f"hub-{number}.lock")
         try:
             # Read the number again under the lock, because the hub may have been replaced in the meantime.
@@ -190,8 +190,8 @@ class LocalEndpoint(HubEndpoint):
                 lock.close()
                 return None
             lock.write(f"{os.getpid()}\n")
-            # The exclusive lock succeeds only if no other process ever reached a hub. A new hub then waits for no
-            # reports.
+            # The exclusive lock succeeds only if no other live process has reached a hub, so that the new hub has no
+            # reports to wait for.
             fresh = self._members.lock(fcntl.LOCK_EX)
             self._is_member = self._members.lock(fcntl.LOCK_SH)
             return _HostedHub.start(self._directory, number, lock, fresh=fresh)
@@ -207,7 +207,7 @@ def _runs(path: str) -> bool:
             pid = peer_credentials(sock)[0]
     except OSError:
         return False
-    # 0 means that the process is in another PID namespace. Then only the lock shows whether it is alive.
+    # PID 0 means that the process is in a different PID namespace, where only the lock shows whether it is alive.
     return pid == 0 or _state_of(pid) not in {"", "T", "t", "Z", "X"}
 
 
@@ -290,7 +290,7 @@ class _HostedHub:
 
 
 class _LockFile(Closeable):
-    """A file with a lock. The kernel releases the lock when the process exits. Forked children close their copy."""
+    """A lock file. The kernel releases the lock when the process exits, and forked children close their descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -298,11 +298,11 @@ class _LockFile(Closeable):
 
     @classmethod
     def open(cls, path: Path) -> _LockFile:
-        # Otherwise another user of a shared directory could use a symlink to lock or truncate any of this user's files.
+        # Refuse symlinks, with which other users of a shared directory could lock or truncate this user's files.
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
-        """Lock the file without waiting, or return False if another process holds it. An earlier lock may be lost."""
+        """Lock the file without waiting. Return False on a conflict, which may also release an earlier lock."""
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -320,7 +320,7 @@ class _LockFile(Closeable):
             self._fd = -1
 
 
-# A forked child that outlives the hub would otherwise keep the hub's locks.
+# A forked child closes the lock files, because a child that outlives the hub would keep the hub's locks.
 _CLOSED_IN_CHILDREN: weakref.WeakSet[_LockFile] = release_after_fork(lambda file: file.close())
 
 
@@ -348,7 +348,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _sweep(directory: Path, number: int) -> None:
-    """Remove files of old generations. A process that still holds a lock on one of these files was replaced."""
+    """Remove files of old generations, even if a hub that was replaced still holds a lock on one of the files."""
     # The process of the previous generation may not have detected yet that it was replaced, so keep its files.
     for path in directory.glob("hub-*.*"):
         with contextlib.suppress(ValueError):

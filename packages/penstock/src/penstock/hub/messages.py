@@ -67,7 +67,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # and compare by identity.
 @functools.lru_cache(maxsize=1)
 def layout_digest(table: TensorTable) -> str:
-    """Return the digest of names, dtypes and shapes as 32 hex digits. It does not depend on the files."""
+    """Return the digest of names, dtypes and shapes, independent of the files, as 32 hex digits."""
     # The layout does not depend on the order of the rows.
     rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
     return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))
@@ -93,7 +93,7 @@ UNANNOUNCED = "1.0"
 
 
 class AnnouncedVersion(msgspec.Struct, frozen=True):
-    """The protocol version and the sender of a message whose other fields may be unknown here."""
+    """The protocol version and sender of a message, whose other fields may be unknown to this release."""
 
     protocol: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?\Z")] = ""
     """Empty if no version is announced."""
@@ -107,7 +107,7 @@ class AnnouncedVersion(msgspec.Struct, frozen=True):
 
 
 def version_fault(announced: str, them: str, us: str) -> str:
-    """Return why a version is not compatible, or an empty string if it is. `them` and `us` name the two sides."""
+    """Return why a version is not compatible, or an empty string otherwise. `them` and `us` name the two sides."""
     if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
     return f"{them} speaks protocol {announced[:16]}, {us} speaks {PROTOCOL}: their major versions differ"
@@ -176,15 +176,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     member: MemberId
     host: Word
-    """Id of the host. It is equal for members that share a runtime directory, which can use `shm` and `cuda_ipc`."""
+    """Id of the host, equal for members that share a runtime directory and can therefore use `shm` and `cuda_ipc`."""
     doors: PeerUrls
     """Addresses of its server in order of preference: `unix:///run/.../peer.sock`, `http://10.0.0.7:41234`."""
     rack: Annotated[str, Meta(max_length=256)] = ""
-    """A label that nearby hosts share. It affects the order in relays."""
+    """A label that nearby hosts share, which affects the order in relays."""
     name: Annotated[str, Meta(max_length=256)] = ""
     """Host name, PID and rank, for display."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Number of network links of its host. 0 means unknown. Each member then counts as having its own link."""
+    """Number of network links of the member's host. If 0 (unknown), each member counts as having its own link."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
     """Unused. Members of an earlier release send the key of their signed digests here."""
     protocol: ProtocolVersion = PROTOCOL
@@ -260,7 +260,7 @@ class FleetDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's complete state in a sync. Each heartbeat contains it."""
+    """A rank's complete state in a sync, which each heartbeat contains."""
 
     name: Word
     side: Side
@@ -363,7 +363,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks that only this member reads from storage while it is alive. Without chunks, `why` gives the reason."""
+    """Chunks that only this member reads from storage while it is alive. If `ranges` is empty, `why` is the reason."""
 
     ranges: Ranges = ()
     ask_again_s: float = 0.05
@@ -378,19 +378,19 @@ class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
     """With two trees of upstreams, the members for each tree as positions in `upstreams`, the parent first. Chunk c
     belongs to tree c % 2. Empty means that the order of `upstreams` applies to all chunks."""
     is_placed: bool = True
-    """Whether the member has a place in the relay. Otherwise it must not report an upstream as its parent."""
+    """Whether the member has a place in the relay. A member without a place must report no upstream as its parent."""
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
     """Smallest `HoldingState.silent_s` of the other members that read from storage, or -1."""
     claim: ClaimReply | None = None
-    """Chunks to read from storage. None means that the member must send a `ClaimRequest`."""
+    """Chunks to read from storage, or None if the member must send a `ClaimRequest`."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member's request for chunks to read from storage. A member sends one request at a time for each key.
 
-    `holding.claims` lists all assigned chunks that the member still reads. All other chunks that are assigned to it and
-    not in `holding.have` become free, so a request whose response was lost may be sent again.
+    `holding.claims` lists all assigned chunks that the member still reads. Assigned chunks that are in neither
+    `holding.claims` nor `holding.have` become free, so that a request whose response was lost may be repeated.
     """
 
     member: MemberId
@@ -400,7 +400,7 @@ class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """A signed statement about wrong digests, which readers of earlier releases send. The hub ignores it."""
+    """A signed statement about wrong digests, sent by readers of earlier releases and ignored by the hub."""
 
     epoch: Count
     signature: Annotated[bytes, Meta(max_length=64)]
@@ -487,7 +487,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     syncs: tuple[SyncState, ...] = ()
     complaints: int = 0
     drain: Drain | None = None
-    """The current order to drain the member. Its holdings are then shown as `draining`."""
+    """The current order to drain the member, whose holdings are shown as `draining`."""
     boot: str = ""
     """State of the start, such as `starting: move`, `ready` or `failed: commit`. Empty if it has loaded nothing."""
 
@@ -613,7 +613,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks that the holder received after the request's `after`, in order."""
+    """Chunks that the holder received since the serial number `after` in the request, in the order of arrival."""
 
     generation: Count
     serial: Count

@@ -1,7 +1,7 @@
 """The fleet page: static files for a browser, and a stream of changes to the fleet's status.
 
-The page requests `/v1/events?since=CURSOR` with its bearer token and receives the rows that changed since then. It
-reads the stream with `fetch`, because a browser's EventSource cannot send a token. A stream ends after `STREAM_S`,
+The page requests `/v1/events?since=CURSOR` with its bearer token and receives the rows that changed since CURSOR. The
+page reads the stream with `fetch`, because a browser's EventSource cannot send a token. A stream ends after `STREAM_S`,
 before the hub's deadline for a response, and the page requests the next stream.
 """
 
@@ -217,7 +217,7 @@ class FleetFeed:
                 [job_row_of(job) for job in status.jobs],
                 [failure_row_of(f) for f in status.failures[:MAX_FAILURES]],
             )
-            # With `penstock ui`, the hub reports whether the token of `penstock ui` is an operator's.
+            # For `penstock ui`, the hub reports whether the token that `penstock ui` uses is an operator's.
             self._may_drain = status.may_drain
             self._refreshed_s = now_s
             changed = [name for name, row in rows.items() if self._rows.get(name) != row]
@@ -240,11 +240,11 @@ class FleetFeed:
                 self._history.append({"at": time.time(), **totals(rows)})
 
     def changes(self, cursor: str, caller: Caller) -> tuple[str, bytes]:
-        """Return the current cursor, and a message with the changes since the viewer's cursor, empty without changes.
+        """Return the current cursor and a message, which contains the changes since the viewer's cursor or is empty.
 
         Args:
-            cursor: the viewer's cursor. If it is empty or from another process, the message contains all rows.
-            caller: rows are limited to the models that it may access.
+            cursor: the viewer's cursor. If the cursor is empty or from a different process, all rows are sent.
+            caller: the viewer. The message covers only the models that this caller may access.
         """
         with self._lock:
             present = f"{self._life}.{self._serial}"

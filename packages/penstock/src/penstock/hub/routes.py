@@ -1,7 +1,7 @@
 """An ASGI app that finds the handler for a request by its path and method, and turns every error into a `Fault`.
 
-It replaces Starlette's application, because Starlette takes 15 us of CPU time for a trivial request and this app takes
-4 us. Source: benchmarks/results/cpu2_202611/hub.md.
+This app takes 4 us of CPU time for a trivial request. Starlette's application, which it replaces, takes 15 us.
+Source: benchmarks/results/cpu2_202611/hub.md.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class HubApp:
 
     Args:
         count_refusal: called with the status of each error response.
-        on_unauthorized: called with the path and the caller's host when a caller without a valid token is refused by
-            the connection, before its request reaches this app.
+        on_unauthorized: called with the path and the caller's host when the connection refuses a request without a
+            valid token. Such a request never reaches this app.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HubApp:
     ) -> None:
         self.on_unauthorized = on_unauthorized
         self._count_refusal = count_refusal
-        # This Starlette router has no routes and only implements ASGI's lifespan protocol.
+        # A Starlette router without routes, which only implements ASGI's lifespan protocol.
         self._router = Router(lifespan=lifespan)
         # Handlers by path and method. The keys of `_parameterized` are paths without their last part, a parameter.
         self._exact: dict[str, dict[str, Handler]] = {}
@@ -104,7 +104,7 @@ class HubApp:
             # Log the error here, because uvicorn's logger is silenced (`connection`).
             _log.exception("the hub failed at %s %r", request.method, scope["path"])
             await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
-            # This makes uvicorn close the connection.
+            # Raise the error again, so that uvicorn closes the connection.
             raise
         try:
             await response(scope, receive, send)
@@ -151,7 +151,7 @@ class HubApp:
             status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
             fault = Fault(error=error.message, hint=error.hint or "", kind=type(error).__name__)
             if status == 503:
-                # This header is for proxies and other clients. Penstock's client retries without it.
+                # The Retry-After header is for proxies and other clients. Penstock's client retries without the header.
                 headers["Retry-After"] = "1"
         self._count_refusal(status)
         return Response(msgspec.json.encode(fault), status, headers, "application/json")

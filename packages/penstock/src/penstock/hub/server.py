@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _START_S = 20.0
 # Deadline for a stop. A running request has 2 s (`timeout_graceful_shutdown`), and its connection slightly longer.
 _STOP_S = 5.0
-# Maximum number of expired connections that a tick of uvicorn (0.1 s) closes. Thousands at once would block the loop.
+# Maximum number of expired connections that a tick of uvicorn (0.1 s) closes. Closing thousands would block the loop.
 _CUTS_A_TICK = 100
 # Seconds for which an idle connection stays open, which is several heartbeat intervals.
 _KEEP_ALIVE_S = 75
@@ -224,8 +224,8 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
 
     Args:
         hub: executes the page's requests with this client's token.
-        port: port on 127.0.0.1. 0 selects a free port.
-        ready: called once the socket listens, with the page's URL. The fragment is the token that the page sends.
+        port: port on 127.0.0.1, or 0 for a free port.
+        ready: called once the socket listens, with the page's URL, whose fragment is the token that the page sends.
 
     Raises:
         ConfigError: the port is in use.
@@ -295,12 +295,12 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
             Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
 
 
-# A forked child that outlives the hub would otherwise keep the hub's socket.
+# A forked child closes the socket, because a child that outlives the hub would keep the socket open.
 _CLOSED_IN_CHILDREN = release_after_fork(GuardedListener.close)
 
 
 class HubThread:
-    """A hub in a thread of this process, on a listening socket that it owns."""
+    """A hub that runs in a thread of this process and owns its listening socket."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ class HubThread:
         self._thread = threading.Thread(target=self._server.run, name="penstock-hub", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, and return once the hub accepts requests. Raise HubUnavailable if it does not start."""
+        """Start the thread, and return once the hub accepts requests. Raise HubUnavailable if the start fails."""
         self._listener.listen()
         start_thread(self._thread)
         deadline = time.monotonic() + _START_S

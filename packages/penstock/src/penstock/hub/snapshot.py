@@ -78,7 +78,7 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     boot: bytes = b""
     """The state and phase of a start in the last heartbeat, from `encode_state`. Empty if it has loaded nothing."""
     nbytes: int = 0
-    """Its weight in the caller's share of the hub (`limits`). 0 if a hub of an earlier release wrote the entry."""
+    """The member's weight in the caller's quota (`limits`). 0 if a hub of an earlier release wrote the entry."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -88,7 +88,7 @@ class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
     caller: str
     """`Caller.name` of the complaining member."""
     is_proven: bool = False
-    """Unused. Hubs of an earlier release set it for a complaint with a valid proof."""
+    """Unused. Hubs of an earlier release set this field for a complaint with a valid proof."""
 
 
 HOLDING_DECODER = msgspec.msgpack.Decoder(HoldingEntry)
@@ -103,7 +103,7 @@ class HubSnapshot:
     Args:
         held: entries of the members that have or fetch the key.
         complaints: complaints that still count.
-        before: the previous snapshot. A member that does not report its parents keeps the parents of this snapshot.
+        before: the previous snapshot, which supplies the parents of each member that does not report its parents.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class HubSnapshot:
         """Number of members that fetch the key and can read storage."""
         self.newcomers: set[str] = set()
         """Members that joined after the snapshot was created."""
-        # Version of a table of claims without a free chunk for new claimants, and the claimants in that table.
+        # The version of a table of claims in which no chunk is free for other members, and the claimants in this table.
         self._all_claimed: tuple[bytes, frozenset[str]] | None = None
         # Created on demand, because most requests in a large fleet use one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
@@ -129,7 +129,7 @@ class HubSnapshot:
 
     @property
     def parents(self) -> dict[str, tuple[str, str]]:
-        """Return each receiver's parents in the first and in the last tree of the relays created so far."""
+        """Return each receiver's parents in the first and the last tree, for all relays created so far."""
         # A snapshot without relays has the parents of the previous snapshot.
         relays = list(self._relays.values())
         parents = dict(self._parents) if not relays else {}
@@ -155,7 +155,7 @@ class HubSnapshot:
         return _grouped((entry.complaint.of, entry.caller) for entry in by_others)
 
     def add(self, newcomer: HoldingEntry) -> None:
-        """Add a member that joined after the snapshot was created. Only later newcomers may read from the member."""
+        """Add a member that joined after the snapshot was created, and from which only later newcomers may read."""
         name, num_chunks = newcomer.hello.member, newcomer.holding.num_chunks
         self.relay(num_chunks).append(self._node(name, newcomer))
         # Other threads may be reading the current dict, so replace it.
@@ -178,12 +178,12 @@ class HubSnapshot:
         return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
 
     def demoted(self, member: str) -> bool:
-        """Return whether the member is the last choice for all readers, so that its chunks do not count."""
+        """Return whether so many callers complained that the member is the last choice for all readers."""
         return len(self.callers.get(member, ())) >= DISTRUST
 
     @cached_property
     def drained(self) -> frozenset[str]:
-        """Return the members that an operator drains. No reader is sent to these members."""
+        """Return the members that an operator drains, to which no reader is sent."""
         return frozenset(name for name, holder in self.held.items() if holder.is_drained)
 
     def out_of_reach(self, reader: str) -> list[str]:
@@ -192,7 +192,7 @@ class HubSnapshot:
         return [*complained, *(name for name in self.drained if name not in complained)]
 
     def note_all_claimed(self, version: bytes, claimants: Iterable[str]) -> None:
-        """Record that a version of a table of claims has no chunk for other members."""
+        """Record that no chunk is free for other members in this version of a table of claims."""
         self._all_claimed = version, frozenset(claimants)
 
     def is_all_claimed(self, version: bytes, *, besides: str) -> bool:
@@ -203,7 +203,7 @@ class HubSnapshot:
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
         """Return the upstreams for each tree, in order. A reader that cannot follow trees gets a single order."""
         relay = self.relay(num_chunks)
-        # The reader may require a lease at each upstream, so with two trees each has fewer upstreams.
+        # The reader may require a lease at each upstream, so each of two trees has fewer upstreams than a single tree.
         limit = 4 if len(relay.trees) == 1 else 3
         orders = tuple(
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
@@ -382,7 +382,7 @@ def keys_of(store: Store, model: str) -> tuple[str, ...]:
 
 
 def status(store: Store, model: str | None, now: float) -> messages.Status:
-    """Return the members and their holdings. With a model, return only members that have or fetch the model."""
+    """Return the members and their holdings. If `model` is set, include only members that have or fetch it."""
     holdings_of: dict[str, list[messages.HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
@@ -563,8 +563,8 @@ def standing(
                 return messages.DecideReply(decision=decision)
     if any(decision.version > proposal.version for _, decision in ours):
         return messages.DecideReply(is_past=True)
-    # A subscriber that follows a lost record may not have reported it yet. Only rank 0 commits, so rank 0 may withdraw
-    # at any time.
+    # A subscriber that follows a lost decision may not have reported the decision yet. Only rank 0 commits, so rank 0
+    # may withdraw at any time.
     is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
     return messages.DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 

@@ -1,8 +1,8 @@
 """The store for the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
 Every write creates a new version of an entry. `MemoryStore` is for a hub of one process. `RedisStore` is for several
-hubs that act as one hub. Each `RedisStore` method is one script, which Redis runs atomically. A stored value is its
-version (16 random bytes) and then the value. One sorted set contains all names and another their expiry times.
+hubs that act as one hub. Each `RedisStore` method is one script, which Redis runs atomically. In Redis each value
+follows its version (16 random bytes). One sorted set contains all names, and another set all expiry times.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Store(Protocol):
         """Return the entry under `name`, or None if it is absent or expired."""
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
-        """Set `name`, or delete it with None, if its version is `expected`. Return whether the version matched.
+        """Set `name` to `value` (None deletes it) if its version is `expected`. Return whether the version matched.
 
         Args:
             name: parts joined by `/`.
-            ttl_s: seconds until the entry expires. None means never.
+            ttl_s: seconds until the entry expires, or None if the entry never expires.
             expected: the version from an earlier `read`, `ANY`, or `ABSENT`.
 
         Raises:
@@ -65,9 +65,9 @@ class Store(Protocol):
 
 
 class RunningTimeClock:
-    """A clock for this process's running time. A pause between two calls counts as at most `most_s`.
+    """A clock that counts this process's running time. The time between two calls counts as at most `most_s`.
 
-    A stopped hub receives no messages. With a wall clock, all its members would have expired when it continues.
+    A stopped hub receives no messages. On a wall clock, all members would have expired by the time the hub continues.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -100,7 +100,7 @@ class MemoryStore:
 
     clock: Callable[[], float] = time.monotonic
     _folders: dict[str, dict[str, _Stored]] = field(default_factory=dict)
-    # A heap of times at which to check a name's expiry. Each name is in it once, however often it is renewed.
+    # A heap of times at which to check a name's expiry. Each name is in the heap once, however often it is renewed.
     _expiries: list[tuple[float, str]] = field(default_factory=list)
     # The names in the heap.
     _scheduled: set[str] = field(default_factory=set)
@@ -206,9 +206,9 @@ ANSWER_S = 2.0
 """Deadline in seconds for a response. Redis takes about 0.1 ms, and a member waits 10 s for the hub."""
 # Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms in this time.
 _COMPARE_S = 5.0
-# The scripts below use this length too.
+# Length of an entry's version, which the Redis scripts below repeat.
 _VERSION_BYTES = 16
-# This exceeds the 40 threads in Starlette's pool, each of which waits for one response at a time.
+# More connections than the 40 threads in Starlette's pool, each of which waits for one response at a time.
 _MAX_CONNECTIONS = 64
 
 # Redis drops expired values but not their names in the two sorted sets, so each write drops a few names. A name whose
@@ -267,7 +267,7 @@ class RedisStore:
 
     Args:
         url: `redis://[user:password@]host:6379/0`, `rediss://` for TLS, or `unix:///path`.
-        password: password for the server. None means the password in the URL, if any.
+        password: password for the server, or None to use the password in the URL, if any.
         prefix: separates independent fleets that share a server.
 
     Raises:
@@ -294,7 +294,7 @@ class RedisStore:
             raise ConfigError(f"{without_password(url)!r} is not a valid address for Redis: {error}") from error
         self._where = without_password(url)
         self._closed = False
-        # One thread reads Redis' time while the others wait. Otherwise all threads would read it every `_COMPARE_S`.
+        # One thread reads Redis' time while the others wait, so that not every thread reads it each `_COMPARE_S`.
         self._comparing = threading.Lock()
         self._compared = float("-inf")
         # Seconds by which Redis' time is ahead of this process's monotonic clock.

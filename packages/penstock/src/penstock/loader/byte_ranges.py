@@ -46,7 +46,7 @@ B = TypeVar("B", bound=ByteBlock)
 
 
 class ByteBlocks(Generic[B]):
-    """The blocks of a file, sorted by offset. Blocks do not overlap. `nbytes` is their total size."""
+    """The blocks of a file, sorted by offset and without overlaps. `nbytes` is the total size of all blocks."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

@@ -71,7 +71,7 @@ def exchange(
 
 
 def _place(session: LoadSession, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
-    """Return the slabs, and an error that this rank raises after reporting it to the other ranks."""
+    """Return the slabs, and the error if their allocation failed, for the first round to report to the other ranks."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):
         return place, None
@@ -122,7 +122,7 @@ class LoadGroup(GroupCollectives):
 
 
 class _Rounds:
-    """The exchange in one run. On CUDA the host waits only to limit the number of rounds in flight."""
+    """The rounds of one load's exchange. On CUDA the host waits only to limit the number of rounds in flight."""
 
     def __init__(
         self, run: LoadRun, place: Any, ranks: LoadGroup, per_round: int, failed: PenstockError | None
@@ -171,7 +171,7 @@ class _Rounds:
             raise self._failed
 
     def _begin(self, slot: _Slot, k: int) -> None:
-        """Pack this rank's chunks and gather. On CUDA also queue the unpacking on the current stream."""
+        """Pack this rank's chunks and start the gather. On CUDA, also queue the unpacking on the current stream."""
         ranks = self._ranks
         slot.round = k
         first = (k * ranks.world_size + ranks.rank) * self._per_round
@@ -187,7 +187,7 @@ class _Rounds:
             self._copies.pack(self._turns(k)[ranks.rank], slot.send)
         slot.work = ranks.post_gather(slot.received.view(-1), slot.send)
         if not self._is_host:
-            # This orders the stream after the gather, while the host continues.
+            # On CUDA, `wait` orders the stream after the gather, and the host continues at once.
             slot.work.wait()
             self._unpack(slot)
             # Copy the status words to pinned memory last, because reading them on the device would wait for the round.
@@ -223,7 +223,7 @@ class _Rounds:
 
 
 class _HostCopies:
-    """Copies between host slabs and payloads of rounds. The copies are complete when the call returns."""
+    """Copies between host slabs and payloads of rounds, complete when the method that makes them returns."""
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any]) -> None:
         self._pieces = pieces
@@ -304,7 +304,7 @@ class _Slot:
 
 
 def _pieces(plan: LoadPlan, per_turn: int) -> list[list[Segment]]:
-    """Return the segments of each turn of `per_turn` reads. Adjacent segments in one slab are joined."""
+    """Return the segments of each turn, which consists of `per_turn` reads. Adjacent segments in a slab are joined."""
     num_turns = -(-plan.num_reads // per_turn)
     turn = np.repeat(np.arange(plan.num_reads) // per_turn, np.diff(plan.seg_first))
     starts = np.ones(len(turn), bool)

@@ -1,6 +1,6 @@
 """Reduces an index to the bounding box that must be read and the index to apply to that box.
 
-For shape (8, 6), the index [2:7:2, -1] needs rows 2 to 6 of column 5, and leaves the index [::2, 0].
+For example, with shape (8, 6), [2:7:2, -1] reads rows 2 to 6 of column 5, and [::2, 0] is then applied to that box.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StepRefused(IndexRefused, OverflowError):
 def bounding_box(index: Any, shape: Sequence[int]) -> tuple[Box, tuple[Any, ...]]:
     """Return the smallest box that contains everything that `index` selects, and the index to apply to that box.
 
-    Integers, slices with a positive step, `...` and `None` narrow the box. The dims from the first entry of another
-    type on are kept whole. An index that does not fit the shape has an arbitrary box, and raises an error when applied.
+    Integers, slices with a positive step, `...` and `None` narrow the box. The first entry of any other type and all
+    entries after it do not. An index that does not fit the shape has an arbitrary box, and raises an error if applied.
     """
     entries = index if isinstance(index, tuple) else (index,)
     start, stop = [0] * len(shape), list(shape)

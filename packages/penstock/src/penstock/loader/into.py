@@ -57,10 +57,10 @@ def load_into(
             DTensor, this rank's shard is filled. An empty dict receives new tensors on the CPU.
         uri, names, verify, group, progress: see `load`.
         settings: memory limit, an arena for the target, and more. See `ReadSettings`.
-        strict: if True, every tensor must have a target and every target a tensor. If False, fill matching targets.
+        strict: if True, every tensor must have a target and every target a tensor. If False, only matches are filled.
         rename: maps a checkpoint name to a target name.
-        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. With None,
-            different dtypes are an error.
+        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. If
+            `dtype` is None, different dtypes are an error.
 
     Raises:
         PlanError: names, shapes or dtypes do not match, the target has no tensors, or its tensors overlap. Nothing was
@@ -118,7 +118,7 @@ def _load_into(
 def _into_empty(
     target: MutableMapping[str, torch.Tensor], rename: Rename, dtype: Cast, arena: bool, load_all: Callable[[], Weights]
 ) -> LoadReport:
-    """Fill an empty mapping with new tensors under the target's names. Fill all of them or none."""
+    """Fill an empty mapping with new tensors under the target's names, or leave it empty on an error."""
     weights = load_all()
     made: dict[str, torch.Tensor] = {}
     for name in list(weights):
@@ -140,8 +140,8 @@ def targets_of(
 ) -> dict[str, torch.Tensor]:
     """Return a module's parameters and persistent buffers, or tensors by name, detached but with the same memory.
 
-    With `written` the caller writes to the memory, so raise PlanError if the state dict has copies. Also raise
-    PlanError for an uninitialised parameter, and ConfigError for a wrong type or during a load. See `own_state`.
+    If `written` is set, the caller writes to the memory, so raise PlanError if the state dict contains copies. Also
+    raise PlanError for an uninitialised parameter, and ConfigError for a wrong type or during a load. See `own_state`.
     """
     if isinstance(target, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = own_state(target, whole=whole)
@@ -157,9 +157,9 @@ def targets_of(
 
 
 def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers. If a load has failed, first wait for its last write.
+    """Return a module's parameters and persistent buffers, after the last write of any failed load.
 
-    With `whole` the caller reads the values, so raise the error of a failed load. Raise ConfigError during a load.
+    If `whole` is set, the caller reads the values, so raise a failed load's error. Raise ConfigError during a load.
     """
     # Use the state dict, because it excludes non-persistent buffers.
     with own_tensors(whole):
@@ -230,7 +230,7 @@ def put_back(module: torch.nn.Module) -> None:
 
 
 def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
-    """Return the device of all targets. Raise PlanError if there are several, or if a target is on the meta device."""
+    """Return the device of all targets. Raise PlanError if they are on several devices or on the meta device."""
     if not targets:
         hint = "pass a module that has tensors, or an empty dict to receive new tensors"
         raise PlanError("the target has no tensors to fill", hint=hint)
@@ -300,7 +300,7 @@ def fill(
     place = place_on(device, plan.slab_nbytes.tolist(), direct)
     checker = session.checker(plan, place, None if regions is None else regions.leaves)
     window_bytes = session.settings.memory_bytes if any(memory is None for memory in direct) else 0
-    # With an order, set an unreachable window limit. The run then checks slabs one by one as they are awaited.
+    # If `order` is set, use a window limit that is never reached, so that the run checks each slab when it is awaited.
     window_bytes = window_bytes if order is None else plan.nbytes
     run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
     session.enter_move()

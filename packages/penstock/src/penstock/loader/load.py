@@ -73,8 +73,8 @@ class Weights(dict[str, torch.Tensor]):
 class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     """An iterator over `(name, tensor)` in file order. Each tensor is complete, verified and owned by the caller.
 
-    Use it as a context manager. Leaving the block early, or dropping the stream, ends the running reads and releases
-    all tensors that were not yielded. Several threads may iterate over one stream, and each tensor goes to one thread.
+    Leaving the stream's `with` block early, or dropping the stream, ends the running reads and releases all tensors
+    that were not yielded. Several threads may iterate over one stream, and each tensor goes to one thread.
 
     Attributes:
         manifest: the manifest of the requested tensors.
@@ -149,7 +149,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
 
     def _close(self) -> None:
         session = self._session
-        # A forked child has no reading threads, and their locks may stay locked.
+        # A forked child has no reading threads, and the locks of these threads may stay locked.
         if session is None or lifecycle.is_ending() or self._pid != os.getpid():
             return
         # Cancel before acquiring the lock, because a thread that waits for a tensor holds the lock.
@@ -190,15 +190,15 @@ def load(
             these.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
         names: the tensors to load: a glob, a list of globs and names (each must match a tensor), a compiled regex, or a
-            predicate on the name. None means all.
+            predicate on the name. By default, all tensors are loaded.
         boxes: the regions to load: a `Box` or slices (`numpy.s_[0:4, :]`) for each name, a function from name and shape
             to a region, or `tensor_parallel(rank=, size=)`. If digests are compared, the leaves of 256 KiB that contain
-            a region are read. Otherwise the regions and small gaps between them are read.
-        verify: whether to compare bytes with the manifest's leaf digests. None compares if there are digests, True
-            raises an error if there are no digests, and False never compares.
+            a region are read. Without a comparison, only the regions and small gaps between regions are read.
+        verify: whether to compare bytes with the manifest's leaf digests. `verify=None` compares bytes if there are
+            digests, `verify=True` raises an error if there are no digests, and `verify=False` never compares bytes.
         group: a torch.distributed group. All ranks make this call, read a part each, and receive all tensors.
-        progress: True for a bar on stderr, or a function of (finished bytes, total bytes). None shows a bar on a
-            terminal.
+        progress: True for a bar on stderr, None for a bar only on a terminal, or a function of (finished bytes, total
+            bytes).
         settings: memory limit, options for the object store, trace file and more. See `ReadSettings`.
 
     Returns:
@@ -270,7 +270,7 @@ def open_stream(
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
     """Return a context manager that delays Ctrl-C until an interrupt would leave nothing behind.
 
-    With a group it does nothing, because the group's collectives do not check for a noted signal.
+    If `group` is set, Ctrl-C is not delayed, because the group's collectives do not check for a noted signal.
     """
     return interrupts.deferred() if group is None else nullcontext()
 
@@ -433,8 +433,8 @@ def _prepare(
 ) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
     """Return the plan, the place, and a function that starts the run.
 
-    The function's argument limits the read-ahead in bytes, and 0 means no limit. With `all_at_once` the caller
-    receives nothing before all bytes have arrived.
+    The function takes the limit of the read-ahead in bytes, or 0 for no limit. If `all_at_once` is set, the caller
+    receives nothing until all bytes have arrived.
     """
     place: Any
     sources: Sequence[Source] | None = None

@@ -85,13 +85,13 @@ def match_targets(
     """Return the rows to load, and the targets that each row fills.
 
     Args:
-        session: an open session. It reads tensors that fill the same memory and have no digests, to compare them.
+        session: an open session, which reads and compares tensors that fill the same memory and have no digests.
         targets: tensors by name. For a DTensor, this rank's shard is filled.
         rename, strict, cast: see `load_into`.
-        whole: name of the verb if it rejects DTensors.
+        whole: name of the verb if the verb rejects DTensors, or an empty string if the verb accepts them.
 
     Raises:
-        PlanError: names, shapes or dtypes do not match, targets share memory, or a target has no memory.
+        PlanError: names, shapes or dtypes do not match, targets overlap, or a target has no allocated memory.
     """
     table = session.table()
     rows: list[int] = []
@@ -138,7 +138,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return `place_of`. Use the shard of a DTensor. For other wrappers return a unique value."""
+    """Return `place_of` for a tensor or for the shard of a DTensor, and a unique value for any other wrapper."""
     if is_sharded(tensor):
         tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return place_of(tensor) if type(tensor) in {torch.Tensor, torch.nn.Parameter} else (id(tensor), -1)
@@ -161,7 +161,7 @@ def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _without_tied_names(session: LoadSession, table: TensorTable, rows: list[int], parts: list[list[Part]]) -> Matched:
-    """Return rows and parts without the second names of tied weights. Raise PlanError if tied weights differ."""
+    """Return rows and parts without the duplicate names of tied weights. Raise PlanError if tied weights differ."""
     flat = [(at, number) for at, some in enumerate(parts) for number in range(len(some))]
     names = [table.names[rows[at]] for at, _ in flat]
     if groups := tied_targets(names, [parts[at][number][1] for at, number in flat]):

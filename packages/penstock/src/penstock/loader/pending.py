@@ -1,4 +1,4 @@
-"""Tensors that replace a module's parameters until their bytes have arrived. Any use waits for the bytes.
+"""Tensors that replace a module's parameters until the bytes have arrived. Each use of a tensor waits for its bytes.
 
 A `LazyParameter` is on the meta device, so a C++ extension, which bypasses torch's Python functions, fails on it
 instead of reading bytes that have not arrived.
@@ -30,11 +30,11 @@ _DESCRIBES = frozenset(
     + [getattr(torch.Tensor, name) for name in _METHODS.split()]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
-"""Torch functions that describe a tensor without reading its bytes. They do not wait."""
+"""Torch functions that describe a tensor without reading its bytes, and therefore do not wait for the bytes."""
 
 
 class _OwnTensorsState(threading.local):
-    """The argument of `own_tensors` while the calling thread is inside its block."""
+    """The argument of `own_tensors` in each thread, or None outside an `own_tensors` block."""
 
     whole: bool | None = None
 
@@ -71,8 +71,8 @@ class LazyParameter(torch.Tensor):
 
         Args:
             wait: returns when the bytes have arrived, or raises the error of the load.
-            is_refillable: returns whether another load may fill the parameter, after the last write of a failed load.
-            hold: keeps the pending tensor in the module while it is pickled. Called after the bytes have arrived.
+            is_refillable: waits for a failed load's last write, then returns whether a new load may fill the parameter.
+            hold: called when the bytes have arrived, to keep the pending tensor in the module during pickling.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
         pending = empty.as_subclass(LazyParameter)
@@ -110,9 +110,9 @@ class LazyParameter(torch.Tensor):
 
 
 def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-    """Return a module's tensor, or the parameter that a pending tensor replaces after the last write of its load.
+    """Return the parameter behind a pending tensor, after the last write of its load, and any other tensor unchanged.
 
-    With `whole` the caller reads the values, so raise the error of a failed load. Raise ConfigError during a load.
+    If `whole` is set, the caller reads the values, so raise a failed load's error. Raise ConfigError during a load.
     """
     if not isinstance(tensor, LazyParameter):
         return tensor

@@ -38,11 +38,11 @@ _BAR_COLUMNS = 72
 
 
 class Progress:
-    """The progress of one call, shown as a bar or passed to the user's function. Use it as a context manager.
+    """A context manager for the progress of one call, which is shown as a bar or passed to the user's function.
 
     Args:
         wanted: see `ProgressOption`.
-        label: name next to the bar. For a path or URI, its last component is shown.
+        label: name next to the bar. A path or URI is shortened to its last component.
         unit: `bytes`, or the noun for the counted things.
         is_live: if False, redraw only when called, so that no thread runs during a measurement.
     """
@@ -139,7 +139,7 @@ class Progress:
     def follow(self, ticket: RunState, *, stall_s: float, reached: Callable[[], bool] | None = None) -> None:
         """Show the progress of a run until it finishes or `reached()` is true. Raise like `RunState.wait_until`."""
         is_over = reached or (lambda: ticket.is_finished)
-        # This loop ends when the run has stalled. The wait below then raises the error.
+        # The loop also ends when the run has stalled. In this case the wait below raises the error.
         while self.enabled and not ticket.done and not is_over() and ticket.look() <= stall_s:
             self.show(ticket)
             # Wait on the condition, because a load may take only a few milliseconds.
@@ -154,7 +154,7 @@ class Progress:
 
     @contextmanager
     def watching(self, look: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Show the count and total that `look` returns until the block ends. Then raise any error of the function."""
+        """Show the numbers from `look` until the block ends, and then raise any error from the user's function."""
         if not self.enabled:
             yield
             return

@@ -1,8 +1,8 @@
 """Bounded read-ahead for a file that is read tensor by tensor, where every read costs a round trip.
 
-Requests in file order start the read-ahead once they are dense. It reads at most twice as many bytes
-ahead as the requests covered. `expect` announces ranges in a different order, and the first request after it starts
-those reads. The blocks of all files in the process together stay within `Settings.memory_bytes`.
+Dense requests in file order start the read-ahead, which reads ahead at most twice as many bytes as were requested so
+far. `expect` announces ranges in a different order, and the first request after `expect` starts the reads of these
+ranges. The blocks of all files in the process together stay within `Settings.memory_bytes`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _SharedBlocks:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock, then release it and close the files whose `close` could not acquire it."""
+        """Hold the lock inside the block, and afterwards close the files whose `close` could not acquire the lock."""
         with self.lock:
             yield
         if self.closing:
@@ -134,7 +134,7 @@ class _SharedBlocks:
             block.target = None
 
     def make_space(self, nbytes: int, limit: int, owner: ReadAhead, keep_from: int) -> bool:
-        """Release the least recently used blocks until `nbytes` more fit. Return False if they do not fit.
+        """Release the least recently used blocks until `nbytes` more bytes fit, or return False if that is impossible.
 
         Keep the blocks of `owner` from offset `keep_from` on, because they will still be requested.
         """
@@ -163,8 +163,8 @@ class _SharedBlocks:
             with self.locked():
                 block = next((each for each in self.queue if each.owner.under_way < each.owner.num_reads), None)
                 if block is None:
-                    # The remaining blocks belong to files that have reached their maximum number of reads. The threads
-                    # that make these reads then read the remaining blocks.
+                    # The files of all remaining blocks have reached their maximum number of reads. The threads that
+                    # make these reads will also read the remaining blocks.
                     self.num_threads -= 1
                     return
                 self.queue.remove(block)
@@ -244,12 +244,12 @@ class ReadAhead:
     """A source that reads bytes before they are requested. Thread-safe.
 
     Args:
-        source: the file. This object closes it.
+        source: the file, which this object closes.
         settings: `memory_bytes` limits the blocks of all files together, and `chunk_bytes` limits each block.
         num_reads: maximum number of concurrent reads.
-        stall_s: seconds without a byte after which a wait raises SourceStalled. Set this for a source that has no
-            deadlines and counts its bytes (`Counting`). Other threads then make all reads, because a read that hangs in
-            the kernel cannot be interrupted.
+        stall_s: seconds without a byte after which a wait raises SourceStalled, for a source that has no deadlines and
+            counts its bytes (`Counting`). If `stall_s` is set, separate threads make all reads, because a read that
+            hangs in the kernel cannot be interrupted.
     """
 
     def __init__(self, source: Source, settings: Settings, *, num_reads: int, stall_s: float | None = None) -> None:
@@ -274,7 +274,7 @@ class ReadAhead:
         _alive.add(self)
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. The path is `read-ahead`. Raise SourceStalled too if no byte arrives for `stall_s`."""
+        """Read like `Source.readv`, on the path `read-ahead`. Raise SourceStalled if no byte arrives for `stall_s`."""
         _, left = span(self, offset, buffers)
         for buffer in left:
             self._fill(offset, buffer)
@@ -359,7 +359,7 @@ class ReadAhead:
                         shared_pool.queue.remove(block)
 
     def small(self, start: int, stop: int) -> memoryview | None:
-        """Return the bytes of a small request if one block contains all of them. Otherwise return None.
+        """Return the bytes of a small request, or None unless one block contains all of these bytes.
 
         The caller must copy the bytes, because other requests read the same memory. Nearly every small tensor takes
         this path, which takes 5 us instead of 30.
@@ -388,7 +388,7 @@ class ReadAhead:
         return found
 
     def _read_here(self, offset: int, buffer: memoryview) -> None:
-        """Read in this thread. Keep the source open meanwhile, because a closed descriptor may be reused."""
+        """Read in this thread, and keep the source open during the read, because a closed descriptor may be reused."""
         with shared_pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)

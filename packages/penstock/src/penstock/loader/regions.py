@@ -37,7 +37,7 @@ class _RowPieces:
         leaves = np.stack([ranges[:, 0] // leaf_bytes, -(-ranges[:, 1] // leaf_bytes)], axis=1)
         leaves = leaves[np.argsort(leaves[:, 0], kind="stable")]
         reach = np.maximum.accumulate(leaves[:, 1])
-        # A piece begins where no earlier range overlaps.
+        # A piece begins at each range of leaves that overlaps no earlier range.
         first = np.flatnonzero(np.concatenate([[True], leaves[1:, 0] > reach[:-1]]))
         self.first_leaf: I64 = leaves[first, 0]
         self.stop_leaf: I64 = reach[np.concatenate([first[1:], [len(reach)]]) - 1]
@@ -65,7 +65,7 @@ class _RowPieces:
 
 
 def _ranges(runs: Runs, leaf_bytes: int) -> I64:
-    """Return the byte ranges that a box needs, `[n, 2]`. A rectangle is one range if its gaps contain no leaf."""
+    """Return the byte ranges that a box needs, `[n, 2]`. Rows that begin at most one leaf apart form one range."""
     if runs.pitch_bytes <= leaf_bytes or runs.num_rows == 1:
         length = (runs.num_rows - 1) * runs.pitch_bytes + runs.run_bytes
         return np.stack([runs.offsets, runs.offsets + length], axis=1)
@@ -91,8 +91,8 @@ class TensorRegions:
 
     Args:
         table: the wanted rows, in file order. A row may appear several times with different boxes.
-        boxes: the region of each row. None means the whole row.
-        leaves: digests of the rows, in order. None means that boxes are read directly and not verified.
+        boxes: for each row its region, or None for the whole row.
+        leaves: digests of the rows, in order, or None to read boxes directly and not verify them.
         leaf_bytes: size of a leaf in bytes.
 
     Attributes:
@@ -108,7 +108,7 @@ class TensorRegions:
         self._wanted = table
         self._boxes = boxes
         first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
-        # Each plan row has its wanted row or its pieces, and the first wanted row, the offset and the size.
+        # For each plan row: its wanted row or its pieces, the index of the first wanted row, the offset and the size.
         rows: list[tuple[int | _RowPieces, int, int, int]] = []
         kept = [np.zeros(0, np.uint64)]
         keys = list(zip(table.file_index.tolist(), table.offset.tolist(), table.names, strict=True))
@@ -170,7 +170,7 @@ class TensorRegions:
     def arrived(self, row: int, tensor: torch.Tensor, memory: Memory) -> Iterator[tuple[int, torch.Tensor]]:
         """Add the next complete and verified row of the plan. Yield the wanted rows that are now complete.
 
-        Add every row once, in order within each row of the table.
+        Call this method once for each row of the plan. Pieces of the same wanted row must come in order.
         """
         found = self._rows[row]
         if not isinstance(found, _RowPieces):

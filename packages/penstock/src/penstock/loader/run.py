@@ -58,10 +58,10 @@ class LoadRun(Run):
     Args:
         sources: one source for each file index in the plan.
         place: the destination's slabs.
-        checker: compares digests of complete slabs. None means that slabs are ready as soon as they are complete.
-        reads: indices of the reads to execute. None means all.
+        checker: compares digests of complete slabs, or None if complete slabs need no comparison.
+        reads: indices of the reads to execute, or None for all reads.
         window_bytes: limit in bytes on how far reads are ahead of consumed slabs. 0 means no limit.
-        order: order in which `slabs` yields the slabs, ideally also the order of the reads. None means plan order.
+        order: order in which `slabs` yields the slabs, ideally also the order of the reads, or None for plan order.
 
     Attributes:
         reads: file index, offset and size of each read in the plan.
@@ -162,7 +162,7 @@ class LoadRun(Run):
             self._awaited = index
             if not ready[index]:
                 if self._window_bytes:
-                    # Reads in `admit` wait for consumed slabs, or until this slab is awaited.
+                    # Wake the reads in `admit`, which wait until a slab has been consumed or is awaited.
                     ticket.wake()
                     # Do not wait for a full batch, because the window may block the reads that would fill it.
                     if self._missing[index] == 0:
@@ -172,7 +172,7 @@ class LoadRun(Run):
             self._consumed_bytes += self._slab_nbytes[index]
 
     def is_under_way(self) -> bool:
-        """Return whether the load is under way, see `UNDER_WAY_BYTES`. The ticket is notified of the change."""
+        """Return whether the load is under way, see `UNDER_WAY_BYTES`. The change wakes the ticket's waiters."""
         return self.ticket.moved_bytes >= self._under_way_bytes
 
     def wait_reads(self, reads: Iterable[int]) -> None:
@@ -199,12 +199,12 @@ class LoadRun(Run):
         del self.place, self._checker
 
     def segments(self, read: int) -> list[Segment]:
-        """Return the segments of a read. Create them here, because creating all at once would delay the first read."""
+        """Create only the segments of one read, because creating those of all reads would delay the first read."""
         at = slice(self._seg_first[read], self._seg_first[read + 1])
         return list(map(Segment, *[column[at] for column in self._segments]))
 
     def admit(self, read: int, *, wait: bool = True) -> bool:
-        """Return whether the window admits this read. With `wait`, first wait until it does or the ticket stops."""
+        """Return whether the window admits a read. If `wait` is set, first wait for the window or the ticket's end."""
         if not self._window_bytes:
             return True
         start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
@@ -274,7 +274,7 @@ class LoadRun(Run):
             self._mark_ready(full)
         else:
             if not self._is_prepared:
-                # Do not prepare earlier, because loading kernels would delay the allocation.
+                # Do not prepare the checker before bytes arrive, because loading kernels would delay the allocation.
                 self.prepare_checker()
             if flush:
                 self._flush_checks()
@@ -320,8 +320,8 @@ class LoadRun(Run):
 class _Read:
     """A work item that reads one range into staging, or directly into host slabs.
 
-    A ring's read owns its buffer from `queue` to `finish` or `abandon`. A thread's read passes its buffer on in
-    `start`.
+    A read in the ring owns its buffer from `queue` to `finish` or `abandon`. A read in a thread passes its buffer to
+    the place executor in `start`.
     """
 
     __slots__ = ("_buffer", "_file", "_offset", "_run", "_segments", "nbytes", "priority")

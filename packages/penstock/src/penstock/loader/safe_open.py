@@ -66,7 +66,7 @@ def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[tor
         for segment in segments:
             rows, run, pitch = (int(column[segment]) for column in (plan.seg_rows, plan.seg_run, plan.seg_pitch))
             piece = staging.as_strided((rows, run), (pitch, 1), int(plan.seg_src[segment]))
-            # This copy blocks, because the next read fills the staging buffer again.
+            # The copy must block, because the next read fills the staging buffer again.
             _target(plan, slabs, segment).view(rows, run).copy_(piece)
     return slabs
 
@@ -171,8 +171,8 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """Return a whole tensor: a `torch.Tensor` on the device, or a `numpy.ndarray`.
 
-        The caller owns the result. It is writable and stays valid after the `with` block. A mapped tensor is read when
-        it is first touched.
+        The caller owns the result, which is writable and stays valid after the `with` block. A mapped tensor is read
+        when it is first touched.
 
         Raises:
             NotFound: the file has no tensor with this name.
@@ -413,7 +413,7 @@ class _OpenFile:
         )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Return at least one slab of the plan, from the mapping or from reads."""
+        """Return the plan's slabs, from the mapping or from reads, or a single empty slab if the plan has no slabs."""
         if self._mapping is None:
             slabs = self._read(plan, device)
         else:

@@ -74,7 +74,7 @@ class Intake:
     """The staging and the ring for one load, sized for its device and sources. `close` releases the pool.
 
     Attributes:
-        is_remote: whether a source is on the network. Set before the first read.
+        is_remote: whether a source is on the network. The attribute must be set before the first read.
         local_world_size: number of processes on this host that read for the same load.
         ring_refusal: why the kernel refused a ring.
     """
@@ -113,7 +113,7 @@ class Intake:
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the size of the largest read. Raise BudgetTooSmall unless `memory_bytes` holds four such reads."""
+        """Return the size of the largest read. Raise BudgetTooSmall if `memory_bytes` is too small for four reads."""
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
         if self._device.type == "cuda" and (self.local_world_size > 1 or not self.is_remote):
             wanted //= DEVICE_CHUNKS
@@ -142,7 +142,7 @@ class Intake:
             self.open_pool(registrar_of(self._device)).warm(WARM_THREADS)
 
     def open_ring(self) -> Uring | None:
-        """Open a ring to read cached files. The caller closes the ring. Return None if it is unwanted or refused."""
+        """Open a ring to read cached files, for the caller to close. Return None if no ring is wanted or allowed."""
         if self.is_remote or not self._settings.io_uring:
             return None
         self.ring_refusal = refusal()
@@ -153,7 +153,7 @@ class Intake:
             return None
 
     def close(self, *, wait: bool = False) -> None:
-        """Release the pool after its runs are closed. Idempotent. With `wait`, return after the memory is unpinned."""
+        """Release the pool after its runs are closed. Idempotent. If `wait` is set, wait until memory is unpinned."""
         pool, self.pool = self.pool, None
         if pool is None:
             return
@@ -222,10 +222,10 @@ class LoadSession(Closeable):
 
     Args:
         uri, options, settings: the weights, the caller's options, and the limits.
-        in_group: whether other ranks may send the bytes. If so, staging is created when a read needs it.
+        in_group: whether other ranks may send the bytes, so that staging is created only when a read needs it.
         local_world_size: number of processes on this host that read for the same load.
-        journey: name of the journey in the record of phases. Empty if the load is part of another journey.
-        weights: open files of `uri`. The caller closes them.
+        journey: name of the journey in the record of phases, empty if the load is part of a different journey.
+        weights: open files of `uri`, which the caller closes.
 
     Attributes:
         group_bytes: number of bytes that other ranks sent.
@@ -250,7 +250,7 @@ class LoadSession(Closeable):
         self.phases = Phases(first, journey=journey, model=next(iter(texts_of(uri)), ""))
         self.intake = Intake(settings, options.device, local_world_size)
         self._ends = ExitStack()
-        # From here on every error must end the phase. Otherwise the process would never be ready.
+        # From here on every error must end the phase, because the process would otherwise never be ready.
         try:
             # Some threads parse headers while others pin staging.
             if options.device.type == "cuda":
@@ -445,8 +445,8 @@ class LoadSession(Closeable):
     def checker(self, plan: LoadPlan, place: Any, leaves: U64 | None = None) -> Checker | None:
         """Return a checker for the slabs of `place`, or return None and set `why` to the reason.
 
-        `leaves` are the digests of the plan's rows if these are parts of the manifest's rows. Raise NotFound if there
-        are no digests but `verify=True`.
+        If the plan's rows are parts of the manifest's rows, `leaves` are the digests of these parts. Raise NotFound if
+        `verify=True` but there are no digests.
         """
         manifest, requested = self.manifest, self.options.verify
         if requested is False:
@@ -488,12 +488,12 @@ class LoadSession(Closeable):
         num_equal = sum(source.is_checked for source in self._digested)
         self.why = f"the SHA-256 of {num_equal} of {num_files} files equals the storage's"
         self.verified = num_equal == num_files
-        # Raise only if there are no other digests. A comparison stops if a chunk is more than `stall_s` late.
+        # Raise only if no other digests were compared. A file's comparison stops if a chunk is over `stall_s` late.
         if self.options.verify and not self.verified and len(self._digested) == num_files:
             raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or increase stall_s")
 
     def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
-        """Yield names and tensors for the rows of each slab, with the preceding empty rows, in file order.
+        """Yield the names and tensors of each slab's rows, and of the empty rows before the slab, in file order.
 
         The caller owns the tensors.
 

@@ -1,6 +1,6 @@
 """safetensors files that all ranks in a group open, so that storage is read once for all of them.
 
-Their tensors come from a `SharedRead` over the files that were opened before the first request for a tensor.
+The tensors come from a `SharedRead` over all files that were opened before the first request for a tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_PAUSE_S = 600.0
 class SharedFiles:
     """The files that the ranks in a group read together, one weight set at a time.
 
-    `__init__`, the first tensor of a weight set, and `end` are collective. These collectives use a separate group with
+    `__init__`, the first tensor of a weight set, and `end` are collective. All collectives use a separate group with
     the same ranks, so that the program can use its own group in other threads.
 
     Args:
@@ -138,7 +138,7 @@ class SharedFiles:
 
     def _send_intent(self, intent: _Intent) -> None:
         self._intents.put(intent)
-        # All waits in that thread have deadlines. Once the thread has ended, every intent raises its error.
+        # All waits in the exchange thread have deadlines. Once the thread has ended, every intent raises an error.
         while self._thread.is_alive() and not intent.is_agreed.wait(BUSY_S):
             pass
         if not intent.is_agreed.is_set():
@@ -198,7 +198,7 @@ class SharedFiles:
     def _begin_read(self, file: SharedFile) -> None:
         """Begin to read the files that were opened since the last shared read began, or all open files.
 
-        A program may drop files without closing them, so older files are read only if `file` is an older file.
+        If `file` is new, older files are not read, because the program may have dropped them without closing them.
         """
         files = list(self._new if file in self._new else self._open)
         # Drop duplicate URIs. All files in a program's load have the same storage options.
@@ -224,7 +224,7 @@ class SharedFiles:
 
 
 _own_groups: dict[str, dist.ProcessGroup] = {}
-"""Separate groups, by the name of the group with the same ranks. They are never destroyed, because NCCL takes a second
+"""Separate groups, by the name of the group with the same ranks. None is ever destroyed, because NCCL takes a second
 to create a group, and a new group with the same name would find the addresses of a destroyed one."""
 
 

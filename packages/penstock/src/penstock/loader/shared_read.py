@@ -86,7 +86,7 @@ class SharedReadReport(Summarised):
 
 
 class RankWords(GroupCollectives):
-    """The collectives of ranks that continue only if all of them can."""
+    """The collectives by which ranks agree that all of them can continue."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
         super().__init__(group, device, stall_s)
@@ -123,12 +123,12 @@ class _Tensor:
     """Bytes that count towards the window."""
     buffer: torch.Tensor | None = None
     region: TurnRegion | None = None
-    """The region that is kept. None means the whole tensor."""
+    """The region that is kept, or None for the whole tensor."""
     num_waiting: int = 0
     is_kept_whole: bool = False
     """Whether the program receives the whole buffer, which then does not count towards the window."""
     is_taken: bool = False
-    """Whether the program has taken a slice. It may request other slices next."""
+    """Whether the program has taken a slice, after which it may request other slices of the tensor."""
     is_gone: bool = False
     """Whether the tensor was returned to the program or dropped."""
 
@@ -145,12 +145,12 @@ class SharedRead:
     """The tensors of one weight set, on the ranks in a group, for a program that requests them from any thread.
 
     Args:
-        weights: the open weight set. This object closes it.
+        weights: the open weight set, which this object closes.
         names: all tensors in the likely order of the program's requests, which is the same on all ranks.
         settings: deadlines and `memory_bytes`. Half of the memory is for the window, a quarter for reads ahead, and a
             quarter for gathered bytes. On CUDA half of the host memory is for reads ahead, and the device holds the
             window and one round.
-        verify: whether to compare bytes with the manifest's digests. None compares if there are digests.
+        verify: whether to compare bytes with the manifest's digests, or None to compare them if there are digests.
 
     Attributes:
         digest: digest of everything that the ranks must agree on before `exchange`.
@@ -256,7 +256,7 @@ class SharedRead:
             part = as_tensor(buffer, dtype, shape)[index]
         if is_own:
             return part
-        # Count this thread as waiting until it has its copy, so that no other thread owns the buffer meanwhile.
+        # Count this thread as waiting until it has its copy, so that no other thread becomes the buffer's owner.
         try:
             return part.clone()
         finally:
@@ -473,7 +473,7 @@ class SharedRead:
         space = self._window_limit - need
         if self._window_bytes <= space:
             return True
-        # The rest of a tensor with a taken slice may never be requested.
+        # If a slice of a tensor was taken, the rest of the tensor may never be requested.
         self._drop(space, lambda tensor: tensor.is_taken)
         if self._window_bytes <= space:
             return True

@@ -86,13 +86,13 @@ class BackgroundLoad(Closeable):
 
     @property
     def done(self) -> bool:
-        """Return whether the load has ended, with or without an error. If so, `wait` returns or raises at once."""
+        """Return whether the load has ended, with or without an error, so that `wait` returns or raises at once."""
         return self._report is not None or self._error is not None
 
     def _is_refillable(self) -> bool:
         if not self.done or threading.current_thread() is self._thread:
             return False
-        # This wait is short, because the running reads are cancelled.
+        # Joining the thread takes little time, because the running reads are cancelled.
         self._thread.join(2 * self._session.settings.stall_s)
         return not self._thread.is_alive()
 
@@ -113,7 +113,7 @@ class BackgroundLoad(Closeable):
         return self._report
 
     def close(self) -> None:
-        """End the load, and return after the last write. Access to a missing parameter raises Cancelled."""
+        """End the load, and return after the last write. If bytes are missing, using a parameter raises Cancelled."""
         if self._pid != os.getpid() or is_ending():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
@@ -127,10 +127,10 @@ class BackgroundLoad(Closeable):
             self._thread.join(_LOOK_S)
 
     def _start(self) -> None:
-        """Put the pending tensors into the module, and start the thread. Raise DestinationError if that fails."""
+        """Put the pending tensors into the module, and start the thread. Raise DestinationError if no thread starts."""
         for pending, _, places in chain.from_iterable(self._pending.values()):
             for members, name in places:
-                # This also replaces a pending tensor of a failed load.
+                # The assignment also replaces a pending tensor of a failed load.
                 members[name] = pending
         # The thread must end before the interpreter releases the memory at exit.
         atexit.register(self.close)
@@ -232,7 +232,7 @@ def _exchange(places: Sequence[Place], old: torch.Tensor, new: torch.Tensor) -> 
 
 
 class _Filled:
-    """The tensors that a load fills, and their order. `first` are globs for names of tensors that are filled first.
+    """The tensors that a load fills, and their order. `first` contains globs for the tensors to fill first.
 
     Attributes:
         order: slabs in the order of their use.
@@ -287,7 +287,7 @@ def load_in_background(
         uri, names: see `load`.
         first: globs for names of the module's tensors that are read first, in the order of the globs.
         strict, rename, dtype: see `load_into`.
-        progress: see `load`. The loading thread calls the function.
+        progress: see `load`. A progress function is called in the loading thread.
         settings: memory limit, options for the object store, and more. See `ReadSettings`.
         verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
             files are not sufficient for `verify=True`, because they are known only at the end of a file.
@@ -299,7 +299,7 @@ def load_in_background(
     Raises:
         PlanError: like `load_into`. Nothing was touched.
         NotFound: `verify=True`, but there is no manifest with digests.
-        PenstockError: the weight set cannot be opened. Later errors are raised when a parameter is used.
+        PenstockError: the weight set cannot be opened. Errors after the start are raised when a parameter is used.
     """
     require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
     globs = "a sequence of globs, such as ['model.language_model.*']"

@@ -72,7 +72,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the format's dtype for a torch dtype. Raise PlanError for others, such as complex128."""
+    """Return the format's dtype for a torch dtype, or raise PlanError if there is none, as for complex128."""
     try:
         return _FROM_TORCH[dtype]
     except KeyError:
@@ -93,7 +93,7 @@ def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the little-endian numpy dtype for `dtype`. For BF16 and the F8 types it comes from `ml_dtypes`.
+    """Return the little-endian numpy dtype for `dtype`, which for BF16 and the F8 types comes from `ml_dtypes`.
 
     Raise MissingExtra if `ml_dtypes` is not installed, and PlanError for F4 and F6.
     """
@@ -156,7 +156,7 @@ def as_tensors(
             tensors.append(piece.view(kind).view(extent))
             continue
         if kind not in typed:
-            # This view has the same alignment as every tensor of this dtype.
+            # The base view has the same alignment as every tensor of this dtype.
             skip = -raw.storage_offset() % width
             typed[kind] = raw.narrow(0, skip, (raw.numel() - skip) // width * width).view(kind)
         # One `as_strided` is faster than slice, view and reshape, which take 4 us.
@@ -221,9 +221,9 @@ class TensorMappings:
     def place(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
         """Return a place whose slabs are views of the files, and sources whose reads fault in these views.
 
-        With `is_ready`, no pages are faulted in ahead.
+        If `is_ready` is set, no pages are faulted in ahead of the reads.
         """
-        # Each slab is one run of one file, so its first row has its offset in the file.
+        # Each slab is one run of one file, so a slab's offset in the file is the offset of its first row.
         first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))
         table, nbytes = plan.table, plan.slab_nbytes.tolist()
         columns = (table.file_index[first].tolist(), table.offset[first].tolist(), nbytes)

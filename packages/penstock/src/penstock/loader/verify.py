@@ -113,7 +113,7 @@ def verify(
 
     Args:
         uri, storage_options, progress: see `load`.
-        public_key: path of an Ed25519 public key in PEM format. The manifest's signature is checked first.
+        public_key: path of an Ed25519 public key in PEM format. The signature is checked before any tensor is read.
 
     Raises:
         ConfigError: the key cannot be read.
@@ -175,7 +175,7 @@ def _check_signed(
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a key file. Raise ConfigError if it cannot be read or is too long for a key."""
+    """Return the bytes of a key file. Raise ConfigError if the file cannot be read or is too long for a key."""
     name = text_of(path)
     # Limit the size, because a wrong path may lead to a large file or to a device.
     try:
@@ -242,14 +242,14 @@ def manifest(
     """Read all tensor bytes once and write the manifest with their digests, so that every later load is verified.
 
     An existing manifest with the same digests is kept, or signed again. A manifest with different digests is replaced
-    only with `replace`, because the weights may be corrupted.
+    only with `replace=True`, because the weights may be corrupted.
 
     Args:
         uri: a file, directory, index or prefix. See `load`.
-        out: path or URI of the manifest. None means next to the weights.
+        out: path or URI of the manifest, or None to write the manifest next to the weights.
         sign: path of an Ed25519 private key in PEM format. A detached signature is written next to the manifest.
-        replace: overwrite a manifest that has different digests or cannot be read. Use it for weights that were changed
-            on purpose.
+        replace: overwrite a manifest that has different digests or cannot be read, for weights that were changed on
+            purpose.
         storage_options, progress: see `load`.
 
     Raises:

@@ -73,8 +73,8 @@ class Arena:
     def allocate(cls, nbytes: int, device: str | torch.device = "cpu", *, is_remappable: bool = False) -> Arena:
         """Allocate an arena of `nbytes` without touching it.
 
-        With `is_remappable`, the physical memory of a device arena can be exchanged if the device supports it, see
-        `cuda.device_memory`.
+        If `is_remappable` is set and the device supports it, the physical memory of a device arena can be exchanged,
+        see `cuda.device_memory`.
 
         Raises:
             ConfigError: arenas do not support this kind of device.
@@ -93,7 +93,7 @@ class Arena:
     @classmethod
     def _on_host(cls, nbytes: int) -> Arena:
         _check_available(nbytes)
-        # The registration seals the memfd. Until then the workers of a conversion write to it through its path.
+        # Do not seal the memfd yet. A conversion's workers write to its path until the registration seals the memfd.
         mapped = create_memfd("penstock-arena", nbytes, sealed=False)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)

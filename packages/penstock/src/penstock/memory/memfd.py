@@ -71,7 +71,7 @@ class MappedMemfd(mmap.mmap):
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED_SEALS | _SEAL_FUTURE_WRITE)
         except OSError:
-            # Another thread sealed it first, or the kernel is older than 5.1 and lacks this seal.
+            # Another thread has already sealed the memfd, or the kernel is older than 5.1 and lacks this seal.
             if not _is_sealed(self.fd):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED_SEALS)
 
