@@ -187,17 +187,17 @@ class ConnectionSettings:
     Every function that uses a hub accepts this object as `connection=`. An invalid field raises ConfigError.
 
     Attributes:
-        hub: address of the hub, `http(s)://host:port` or `unix:///path`. None means `PENSTOCK_HUB`. If this variable is
-            unset, the hub of this host is used, which the first process to join runs.
-        token: token that the hub requires. None means the first token in the file `PENSTOCK_TOKEN_FILE`. The repr omits
-            the token.
+        hub: address of the hub, `http(s)://host:port` or `unix:///path`. The default is `PENSTOCK_HUB`, or else this
+            host's hub, which runs in the first process that joins.
+        token: token that the hub requires. The default is the first token in the file `PENSTOCK_TOKEN_FILE`. The repr
+            omits the token.
         token_file: path of a file whose first token is sent to the hub, instead of `token`.
-        listen: `host:port` where other hosts reach this member. None means that only this host reaches this member.
+        listen: `host:port` where other hosts reach this member. Without `listen`, only this host reaches this member.
         data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
         rack: label that nearby hosts share.
         transports: names of the allowed transports: `loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
-            name. None allows every transport that works on this host.
-        stall_s: seconds without progress after which the hub or a member counts as stalled. None means
+            name. The default is every transport that works on this host.
+        stall_s: seconds without progress after which the hub or a member counts as stalled. The default is
             `PENSTOCK_STALL_S`.
     """
 
@@ -258,22 +258,22 @@ class ConnectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """Settings of a read that most calls leave at their defaults.
+    """The settings of a read. Most calls use the default settings.
 
     Functions that load weights accept this object as `settings=`. An invalid field raises ConfigError.
 
     Attributes:
-        memory_bytes: limit of host staging, as a number or a text such as `"256M"`. None means `PENSTOCK_MEMORY_BYTES`,
-            or 256 MiB if that is unset.
-        storage_options: options for the object store, with obstore's names. The options override the environment. The
-            repr omits the options, because they may contain credentials.
-        trace: path of a Chrome trace file to write. None writes no trace.
+        memory_bytes: limit of host staging, as a number or a text such as `"256M"`. The default is
+            `PENSTOCK_MEMORY_BYTES`, or else 256 MiB.
+        storage_options: options for the object store, with obstore's names. Storage options override the environment.
+            The repr omits storage options, because they may contain credentials.
+        trace: path at which to write a Chrome trace file, or None for no trace.
         cache: whether a model from a model hub is first written to the local cache of the hub's library, verified file
             by file, and then loaded from there. Not possible with `group`.
-        copy: whether `load` and `stream` read into new memory on the CPU. The default is to map local files with
-            private pages.
+        copy: whether `load` and `stream` read into new memory on the CPU. By default, `load` and `stream` map local
+            files with private pages.
         arena: whether `load_into` first moves the target into one arena, so that peers reach it with one registration.
-            All other functions reject this option.
+            Functions other than `load_into` reject `arena`.
     """
 
     memory_bytes: int | str | None = None
@@ -331,7 +331,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHAR
     if configured is not None:
         return configured
     session = environ.get("XDG_RUNTIME_DIR", "")
-    # After `su` or `sudo` the variable may still name the directory of the previous user.
+    # After `su` or `sudo`, `XDG_RUNTIME_DIR` may still name the directory of the previous user.
     if session and os.path.isdir(session) and os.stat(session).st_uid == os.geteuid():
         return Path(session) / "penstock"
     return _own_directory(shared, f"penstock-{os.geteuid()}")
@@ -350,7 +350,7 @@ def _own_directory(shared: Path, name: str) -> Path:
     if not is_taken:
         return usual
     # Another user's directory cannot be removed from the sticky /tmp. Names that begin with the time sort by age, so
-    # processes that start together agree on the oldest. The random suffix cannot be guessed.
+    # processes that start together agree on the oldest directory. The random suffix cannot be guessed.
     new = shared / f"{name}-{time.time_ns():020d}-{secrets.token_hex(4)}"
     try:
         new.mkdir(mode=0o700)
@@ -422,7 +422,7 @@ def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvi
     # In a CGI program the client can set HTTP_PROXY with a request header. Source: CVE-2016-5385, httpoxy.
     if "REQUEST_METHOD" in environ and proxies["http"][0] == "HTTP_PROXY":
         del proxies["http"]
-    # requests reads the second variable only if the first is unset.
+    # The library `requests` reads CURL_CA_BUNDLE only if REQUESTS_CA_BUNDLE is unset.
     names = [name for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if environ.get(name)]
     return NetworkEnvironment(
         proxies={scheme: proxy for scheme, proxy in proxies.items() if proxy[1]},

@@ -177,7 +177,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
 
         Args:
             module: the module, which may be on the meta device.
-            strict: require the same names. If False, bind only the names that the module and the cache share.
+            strict: whether all names must match. If not, bind only the names that the module and the cache share.
 
         Raises:
             PlanError: names, shapes or dtypes do not match. The module is unchanged.
@@ -207,13 +207,13 @@ def attach(
 
     Args:
         model: the name under which the weights are cached.
-        connection: the cache's hub and its token. A str is the hub's address. None means `PENSTOCK_HUB` or this host's
-            hub.
-        device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights on that device. None means any.
-        revision: a revision or a unique prefix of a revision. None means the only cached revision.
+        connection: the cache's hub and the hub's token. A str is the hub's address. The default hub is `PENSTOCK_HUB`
+            or this host's hub.
+        device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights on that device. None means any device.
+        revision: a revision or a unique prefix of a revision. The default is the only cached revision.
         verify: compare every mapped chunk with its digest. On a device the comparison takes 25 ms for 60 GB. On the
-            host the comparison reads the whole memory (docs/serve/weight-cache.md). If False, trust the cache, which
-            verified every chunk on arrival.
+            host the comparison reads the whole memory (docs/serve/weight-cache.md). If `verify` is False, trust the
+            cache, which verified every chunk on arrival.
         timeout_s: seconds to wait for a cache that is absent or still loading. The wait continues while the cache
             brings the model back from a lower tier.
 
@@ -483,7 +483,7 @@ def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequenc
     if mapped.device.type != "cpu" or num_threads < 2:
         digests = mapped.digest(chunks)
     else:
-        # Several parts per thread limit the delay from a core that other processes also use.
+        # Give each thread several small parts, so that a thread on a busy core does not delay the whole digest.
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with Threads(num_threads, "penstock-digest", waits_for_calls=True) as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))

@@ -43,7 +43,7 @@ class ResidentState(StrEnum):
 
 _NEXT = {
     ResidentState.KEPT: {ResidentState.RELOADING, ResidentState.DROPPING, ResidentState.DROPPED},
-    # `DROPPING` cannot follow, because the reload thread is still writing to the memory.
+    # `RELOADING` cannot become `DROPPING`, because the reload thread is still writing to the model's memory.
     ResidentState.RELOADING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
     ResidentState.LOST: {ResidentState.DROPPING, ResidentState.DROPPED},
     ResidentState.DROPPING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
@@ -64,7 +64,7 @@ class _InArena(PlacedTarget):
 
 
 class ResidentModel:
-    """A model in a cache. The memory tiers call its methods, one call at a time."""
+    """A model in a cache. The memory tiers call the model's methods, one call at a time."""
 
     can_reload = True
 
@@ -97,7 +97,7 @@ class ResidentModel:
 
     @property
     def served(self) -> LocalWeights:
-        """Return the served weights. Valid only after the first fetch."""
+        """Return the served weights. Call only after the first fetch."""
         assert self.weights is not None
         return self.weights
 
@@ -128,7 +128,7 @@ class ResidentModel:
                 storage_options=self._storage_options,
                 progress=self._progress,
             )
-            # Disable progress output, because reloads run in threads long after the caller's call.
+            # Show no progress of later reloads, because reloads run in threads long after `keep` has returned.
             self._progress = False
             weights = next(served for served in member.weights if served.key == self.report.key)
             if before is not None and weights.key != before.key:
@@ -148,7 +148,7 @@ class ResidentModel:
         gc.collect()
 
     def vacate(self) -> bool:
-        """Prepare to leave the device. Return False if the model is in use by engines or readers, or is corrupt."""
+        """Prepare the model to leave the device. Return False if the model is corrupt, or engines or readers use it."""
         member, weights = self._fleet.member, self.served
         is_sound = weights.damage is None and any(served is weights for served in member.weights)
         if self.is_leaving or not is_sound or not member.server.retire(weights.key):

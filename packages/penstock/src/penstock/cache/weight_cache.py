@@ -102,10 +102,10 @@ class WeightCache:
 
     Args:
         device: device for all models. `"cpu"` means shared memory on this host.
-        memory_bytes: limit in bytes for all models on the device in total. None means the device's memory.
+        memory_bytes: limit in bytes for all models on the device in total. The default is the device's memory.
         host_bytes: bytes of host memory for idle GPU models. `open` allocates and pins this memory.
         disk: directory for idle models on a local disk.
-        disk_bytes: limit for the directory in bytes. None means the disk's free space.
+        disk_bytes: limit for the directory in bytes. The default is the disk's free space.
         connection, max_bytes_per_s: see `penstock.join`.
         max_readers: maximum number of concurrent readers of each model.
         settings: settings for reading storage.
@@ -220,7 +220,7 @@ class WeightCache:
         return [*levels, *below]
 
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
-        """Serve with these tiers and this membership, which the cache closes in the end. See `open`."""
+        """Serve with the given tiers and membership. When the cache leaves, both are closed. See `open`."""
         self._require_new()
         self.state = CacheState.SERVING
         self._timing = timing or self._timing
@@ -258,7 +258,7 @@ class WeightCache:
         Raises:
             BudgetTooSmall: `memory_bytes` is too small for this model and the models in use. Nothing was fetched.
             ConfigError: this revision of the model is already kept.
-            PenstockError: see `Fleet.fetch`. All other models are unaffected.
+            PenstockError: see `Fleet.fetch`. An error does not affect other models.
         """
         report = inspect(uri, storage_options=storage_options)
         revision = revision_of(report.manifest)
@@ -493,15 +493,15 @@ class WeightCache:
     def serve(
         self, *, drain_s: float = 30.0, timeout_s: float | None = None, ready: Callable[[], None] | None = None
     ) -> None:
-        """Serve until `leave`, SIGTERM or SIGINT. Then wait at most `drain_s` for engines and readers, and leave.
+        """Serve until `leave`, SIGTERM or SIGINT, then wait at most `drain_s` for engines and readers, and leave.
 
         Args:
-            drain_s: seconds to wait at the end. A second signal ends the wait.
+            drain_s: seconds to wait for engines and readers. A second signal ends the wait.
             timeout_s: seconds after which `serve` returns, while the models stay in the cache. None means no limit.
             ready: called once, when the signal handlers are installed.
 
         Raises:
-            IntegrityError: see `check`. The cache has already left the fleet.
+            IntegrityError: see `check`. The cache leaves the fleet before this error is raised.
         """
         try:
             if until_stopped(self._stopped, self.check, timeout_s, ready):

@@ -83,7 +83,7 @@ def inspect(
 
 
 def _tensor_row(report: InspectReport, row: int) -> dict[str, object]:
-    """Return a tensor as plain values, including the type and the shape in elements of a quantised GGUF tensor."""
+    """Return a tensor as plain values. For a quantised GGUF tensor, include the type and the shape in elements."""
     table = report.manifest.tensors
     blocks = report.blocks.get(table.names[row])
     return {

@@ -180,7 +180,7 @@ def measure_limits(path: Path | None) -> list[Limit]:
 def _copy_rate(copy: Callable[[], object]) -> float:
     """Return the best rate in GB/s of three copies of `_COPY_BYTES`."""
     rates = []
-    # Use the best of several copies. The first also touches the pages, and other processes can only slow copies down.
+    # Use the best copy, because the first copy also touches the pages, and other processes can only slow copies down.
     for _ in range(3):
         begin = time.perf_counter()
         copy()
@@ -191,7 +191,7 @@ def _copy_rate(copy: Callable[[], object]) -> float:
 def _host_copy() -> Limit:
     import numpy as np
 
-    # Write the pages first. Otherwise all pages map to one zero page, which stays in the processor's cache.
+    # Write the source's pages, because unwritten pages all map to one zero page, which stays in the CPU's cache.
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.empty_like(source)
     return Limit("host memory copy, one thread", _copy_rate(lambda: np.copyto(target, source)))

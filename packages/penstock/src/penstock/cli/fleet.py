@@ -133,7 +133,7 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     """Return a table row for each set of weights. A member without weights or syncs also has a row."""
     who = _who(member)
-    # Show how long a member has been silent, because the hub removes members that are silent for longer than its TTL.
+    # Show the time since a member's last heartbeat, because the hub removes a member without heartbeats after a TTL.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
     # The hub lists all weights of a member, not only those of the requested model.
@@ -147,7 +147,7 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
 
 
 def _who(member: MemberStatus) -> str:
-    # Use the same name as in paths and in `why`.
+    # Format a member's name as in `why` and in reported paths.
     return f"{member.member[:8]} {member.name}"
 
 
@@ -194,9 +194,9 @@ def _cells(holding: HoldingState, boot: str) -> list[object]:
     return [
         holding.identity.model,
         holding.key[:8],
-        # Use the same prefix as reports. The prefix is sufficient for `--revision`.
+        # Reports show the same prefix of a revision. The prefix is sufficient for `--revision`.
         holding.revision[:19],
-        # While the holding is filling, its state and chunks are more specific than the phase of the fetch.
+        # While weights are filling, their state and chunks are more specific than the phase of the fetch.
         holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
         holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",
@@ -217,7 +217,7 @@ def why(
 ) -> None:
     """Explain from which members a model is read.
 
-    It also states why other members are not read: different identities, states, or complaints from readers.
+    The command also states why other members are not read: different identities, states, or complaints from readers.
     """
     import msgspec
 
@@ -389,7 +389,7 @@ def fetch(
 ) -> None:
     """Fetch a model from the fleet.
 
-    With --cache, download the model from the model hub. The report lists the source, path and reason of all bytes.
+    With --cache, download the model from the model hub. The report states where all bytes came from and why.
     """
     if [to is not None, device is not None, cache].count(True) != 1:
         raise ConfigError(

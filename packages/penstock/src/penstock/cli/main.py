@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-# An interrupt during the imports ends the process without a traceback, with the exit code of later interrupts.
+# An interrupt during the imports ends the process without a traceback, with the same exit code as any interrupt.
 try:
     import typer
 

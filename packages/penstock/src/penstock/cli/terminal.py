@@ -55,8 +55,8 @@ def columns(
     """Return the columns as lines, two spaces apart, with numbers right-aligned.
 
     Args:
-        width: maximum length of a line. Long cells are shortened, then columns are omitted and named below. None means
-            no limit.
+        width: maximum length of a line. Long cells are shortened first, then columns are omitted and listed below the
+            table. The default is no limit.
         spare: columns that may be omitted, in this order.
     """
     cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
@@ -93,7 +93,7 @@ _LEAST_CELL = 16
 
 
 def cut(text: str, width: int | None) -> str:
-    """Shorten a text to this width. None leaves the text unchanged."""
+    """Shorten a text to this width, or return the text unchanged if `width` is None."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
 

@@ -1,9 +1,9 @@
-"""Device memory with separate addresses and physical memory. The flip of a staged update exchanges the physical memory.
+"""Device memory whose physical memory can be exchanged at fixed addresses, as in the flip of a staged update.
 
-The exchange takes 1.1 ms for 30 GiB, and a copy within the device takes 15 ms. Allocation takes as long as cudaMalloc
-(benchmarks/results/h200x2_202611/sync.md). torch.multiprocessing cannot share this memory, its storages cannot be
-resized, and other devices of the process reach it only by copies. A transport's registration refers to the old physical
-memory even after an exchange, so register an alias.
+An exchange of 30 GiB takes 1.1 ms, and a copy of 30 GiB within the device takes 15 ms. Allocation takes as long as
+cudaMalloc (benchmarks/results/h200x2_202611/sync.md). torch.multiprocessing cannot share this memory, its storages
+cannot be resized, and other devices of the process reach it only by copies. After an exchange, a transport's
+registration still refers to the old physical memory, so register an `alias`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DeviceMemory:
     Garbage collection of this object frees its addresses. Physical memory is freed with the last addresses that map it.
 
     Attributes:
-        address: the first byte, which never changes.
+        address: address of the first byte, which never changes.
         nbytes: the requested size in bytes.
 
     Args:
-        of: memory whose physical memory is shared. None allocates new memory.
+        of: other device memory, whose physical memory this object shares. The default is new memory.
 
     Raises:
         ConfigError: the device does not support this kind of memory. See `is_available`.
@@ -73,14 +73,14 @@ class DeviceMemory:
         return self._reservation.is_mapped
 
     def alias(self) -> DeviceMemory:
-        """Map the same physical memory at new addresses, and keep it there even if this object maps other memory."""
+        """Map this physical memory at new addresses, which keep the memory even if this object maps other memory."""
         return DeviceMemory(self.nbytes, self.device, of=self, driver=self._driver)
 
     def take(self, other: DeviceMemory) -> None:
         """Map the physical memory of `other` at these addresses, in place of the current memory.
 
         No kernel or copy may use these addresses during the call, or the device fails. If the driver refuses
-        (DestinationError), the old memory is mapped again. If this also fails, `is_mapped` is False.
+        (DestinationError), the old memory is mapped again. If no memory can be mapped, `is_mapped` is False.
         """
         driver, reservation = self._driver, self._reservation
         with driver.entered(self.device):
@@ -125,7 +125,7 @@ class DeviceMemory:
         self._reservation.is_mapped = False
 
     def _map(self, handle: int) -> None:
-        """Map the memory of a handle, which the caller still owns. The mapping keeps the memory."""
+        """Map the memory of a handle. The mapping keeps the memory alive. The caller must release the handle."""
         driver, reservation = self._driver, self._reservation
         driver.map_handle(reservation.address, reservation.nbytes, handle)
         try:
@@ -158,7 +158,7 @@ def memory_of(address: int) -> DeviceMemory | None:
 
 
 def is_available(device: int, driver: CudaDriver | None = None) -> bool:
-    """Return whether a device supports `DeviceMemory`. WSL and some virtual GPUs do not."""
+    """Return whether a device supports `DeviceMemory`. WSL and some virtual GPUs lack support."""
     return (load_driver() if driver is None else driver).has_virtual_memory(device)
 
 

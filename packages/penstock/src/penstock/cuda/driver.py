@@ -227,7 +227,7 @@ class CudaDriver:
         self._batch = getattr(releasing, "cuMemcpyBatchAsync_v2", None)
         self._batch_names_failed = False
         if self._batch is None:
-            # In drivers of CUDA 12.8 and 12.9 the function has a further argument, for the copy that failed.
+            # In drivers of CUDA 12.8 and 12.9, `cuMemcpyBatchAsync` has a further argument, for the copy that failed.
             self._batch = getattr(releasing, "cuMemcpyBatchAsync", None)
             self._batch_names_failed = True
         # A time-critical thread makes this call for every chunk of a load.
@@ -244,7 +244,7 @@ class CudaDriver:
             self.fail(name, code)
 
     def fail(self, name: str, code: int) -> None:
-        """Raise the error for this code."""
+        """Raise the error for a code that the driver function `name` returned."""
         text = ctypes.c_char_p()
         self._calls["cuGetErrorName"](code, ctypes.byref(text))
         kind, hint = ERRORS.get(code, (DestinationError, "look up the code under CUresult in the CUDA driver API"))
@@ -332,7 +332,7 @@ class CudaDriver:
         try:
             self.map_handle(address, nbytes, handle)
         finally:
-            # The mapping keeps the memory, and `unmap` frees it.
+            # The mapping keeps the memory alive until `unmap`.
             self.release(handle)
 
     def has_virtual_memory(self, device: int) -> bool:
@@ -446,7 +446,7 @@ class CudaDriver:
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
         """Prepare copies between addresses. Return a function that queues the copies and may be called repeatedly.
 
-        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies the others.
+        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines. A kernel copies all the rest.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
         # The driver refuses pitches of `PITCH_LIMIT` or more.
@@ -486,7 +486,7 @@ class CudaDriver:
         return queue
 
     def _gathered(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Prepare rectangles for the kernel, or as single runs if Triton is not installed."""
+        """Prepare rectangles for the Triton kernel, or split them into single runs if Triton is not installed."""
         try:
             from penstock.cuda.gather import lay_out_rectangles
         except ModuleNotFoundError:
@@ -507,8 +507,8 @@ class CudaDriver:
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None) -> None:
         """Queue copies between device addresses, in no particular order.
 
-        With `may_wait`, the calls release the interpreter's lock, because `QUEUE_DEPTH` copies may be waiting on the
-        stream. None releases the lock only for more than a few copies.
+        If `may_wait` is True, the calls release the interpreter's lock, because they block if `QUEUE_DEPTH` copies are
+        waiting on the stream. If `may_wait` is None, only calls for more than a few copies release the lock.
         """
         # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream lack batches.
         if len(nbytes) <= _FEW or self._batch is None or not stream:

@@ -13,7 +13,7 @@ import torch
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import DestinationError, PenstockError
 
-# A flip or a batch takes at most milliseconds, so a longer sleep would be a measurable part of its time.
+# A flip or a batch takes at most milliseconds, so a wait with longer sleeps would slow the flip or batch noticeably.
 _NAP_S = 0.0001
 
 
@@ -21,8 +21,8 @@ def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream
     """Return a new stream that does not wait for the default stream. `device` must have an index.
 
     Torch would create a whole pool for the first stream, in 3 to 5 ms. Source:
-    benchmarks/results/h200x1_202611/load-history.md. The stream is destroyed with `owner`. Without an owner the stream
-    exists as long as the process. Raises ConfigError without a driver or device.
+    benchmarks/results/h200x1_202611/load-history.md. The stream is destroyed when `owner` is freed. If `owner` is None,
+    the stream exists as long as the process. Raises ConfigError without a driver or device.
     """
     driver, index = load_driver(), device.index
     with driver.entered(index):
@@ -42,7 +42,7 @@ def _destroy(driver: CudaDriver, device: int, stream: int, pid: int) -> None:
 
 
 def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Event]:
-    """Return an event for each device, recorded on its current stream."""
+    """Record an event on each device's current stream, and return the events."""
     events = []
     for device in devices:
         event = torch.cuda.Event()
@@ -64,8 +64,8 @@ def is_passed(event: torch.cuda.Event, timeout_s: float) -> bool:
 def wait_events(events: Iterable[torch.cuda.Event], stall_s: float, *, work: str, mutated: bool = False) -> None:
     """Wait until the device has passed all events, in the order in which they were recorded.
 
-    Raises DestinationError if the device passed no event for `stall_s`. In this error, `work` names the work before the
-    event, and `mutated` says whether the target is a mix of two versions.
+    Raises DestinationError if the device passed no event for `stall_s`. In the error, `work` names the unfinished work,
+    and `mutated` says whether the target is a mix of two versions.
     """
     for event in events:
         if not is_passed(event, stall_s):

@@ -1,7 +1,7 @@
 """Launches Triton kernels, through Triton or from a compiled copy that an earlier process stored in ~/.cache/penstock.
 
-A fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its cached kernels, since Triton hashes all
-its sources first. A copy is loaded in a few milliseconds. Source: benchmarks/results/h200x1_202611/load-history.md.
+A fresh process needs 0.15 s to import Triton and 0.37 s to find Triton's cached kernels, because Triton first hashes
+its sources. A compiled copy loads in a few milliseconds. Source: benchmarks/results/h200x1_202611/load-history.md.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class _StoredKernel(msgspec.Struct, frozen=True):
 class Launch:
     """A kernel launch that can be queued again each time its memory is refilled. The launch keeps its tensors alive.
 
-    The arguments are packed for the driver only once. When other threads competed for the GIL, packing them for each
-    launch took 0.25 ms, and a digest of 1 GB with ten launches took 2.6 ms instead of 0.5 ms. Not thread-safe.
+    The arguments are packed for the driver only once. When other threads competed for the GIL, packing the arguments
+    for each launch took 0.25 ms, and a digest of 1 GB with ten launches took 2.6 ms instead of 0.5 ms. Not thread-safe.
 
     Args:
-        module: module with the kernel and everything that it calls. A compiled copy is valid for one version of it.
+        module: module that contains the kernel and all its callees. A compiled copy is valid only for one source text.
         name: name of the kernel, whose integer arguments Triton must not specialise.
-        num_programs: default number of programs in a launch. If 0, `run` launches nothing.
+        num_programs: default number of programs in a launch. If `num_programs` is 0, `run` launches nothing.
         arguments: the first arguments, in order. A compiled copy is used only if all integers are below 2^31.
     """
 
@@ -112,7 +112,7 @@ class Launch:
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
         key = self._shape, self._device
         if can_use_copy and key not in _compiled:
-            # The next launch looks once for the stored copy, since Triton takes ten times as long.
+            # Make the next launch look for the stored copy, because a launch through Triton takes ten times as long.
             _compiled.add(key)
             _store(compiled, _path(*key))
             _kernels.pop(key, None)
@@ -145,7 +145,7 @@ _Shape = tuple[str, str, object, int]
 @functools.cache
 def _path(shape: _Shape, device: torch.device) -> Path | None:
     module, name, _, _ = shape
-    # An edited module is a new kernel without a version number.
+    # Hash the module's source, so that an edited kernel needs no version number to get a new path.
     key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
     try:
@@ -200,7 +200,7 @@ def _load(path: Path | None) -> _Kernel | None:
 def _store(compiled: Any, path: Path | None) -> None:
     """Store a copy if it can be launched without Triton. Do nothing if the disk is full or read-only."""
     metadata = compiled.metadata
-    # Only Triton launches kernels that need scratch memory, clusters or other extras.
+    # Kernels that need scratch memory, clusters or other extras can be launched only through Triton.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     is_plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
     ptx: str = compiled.asm["ptx"]
