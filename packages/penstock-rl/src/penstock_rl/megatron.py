@@ -3,8 +3,8 @@
 The input is one rank's parameters under Megatron's names, with the rank's position in the grid. The output is `Shard`s
 under Hugging Face names, for `penstock.publisher`. Megatron need not be installed.
 
-Names and their order follow Megatron-Bridge, and Megatron-Core's GPTModel with Transformer Engine's or Megatron's
-layers.
+The tensors' names and order are those of Megatron-Bridge. The parameters are those of Megatron-Core's GPTModel, with
+layers from Transformer Engine or Megatron.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tupl
 
 
 def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's rows of a matrix with a row for each token, without the padding of the vocabulary."""
+    """Yield this rank's rows of a matrix that has one row per vocabulary entry, without the padding rows."""
     start = rank * len(tensor)
     count = min(len(tensor), grid.vocab_size - start)
     if count > 0:
@@ -115,7 +115,7 @@ def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
 
 
 def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, NameRule]:
-    """Return rules by Megatron name, after adding a prefix to the Megatron names and to the Hugging Face names."""
+    """Return the table's rules with the prefix `at` on Megatron names and the prefix `to` on Hugging Face names."""
     return {at + name: NameRule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
 
 
@@ -211,11 +211,11 @@ def from_megatron(
         params: the model chunk of this pipeline stage, or its parameters by name. Each chunk numbers its layers from 0,
             as Megatron does. Call this function for each chunk with its `layer_offset`, and merge the results.
         grid: the model's sizes and this rank's position.
-        rules: rules by Megatron name with `{layer}` and `{expert}`. None means `MLA` for a model with latent attention,
-            and `GPT` for others.
+        rules: rules by Megatron name with `{layer}` and `{expert}`. The default is `MLA` for a model with latent
+            attention, and `GPT` for any other model.
 
     Raises:
-        PlanError: a size does not fit the grid, or some parameters match no rule. The message lists these parameters.
+        PlanError: a size does not fit the grid, or some parameters match no rule. The error lists such parameters.
     """
     state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
     # The parameters do not include the configuration, so choose the rules by the parameters' names.

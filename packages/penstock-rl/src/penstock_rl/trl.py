@@ -1,12 +1,12 @@
 """Sends the weights of TRL's asynchronous GRPO trainer to a vLLM server as published shards.
 
 `PenstockWeightTransfer` is a `WeightTransferProtocol` for `AsyncGRPOTrainer`. TRL calls the transfer only on the main
-process, with unsharded tensors. `attach`, called on every rank, replaces TRL's own function for sending weights. With
-`attach`, nothing is gathered, and the server pauses only for the installation. A trainer with one process and no
+process, with unsharded tensors. `attach`, called on every rank, replaces TRL's own function for sending weights. After
+`attach`, no tensors are gathered, and the server pauses only for the installation. A trainer with one process and no
 sharding needs no `attach`.
 
-A restarted server has only the weights in its files. An attached transfer detects the restart when it sends the next
-version, or while the trainer waits for samples (`restore`), and then sends the newest version.
+A restarted server has only the weights in its files. An attached transfer detects a server's restart when sending the
+next version, or while the trainer waits for samples (`restore`), and then sends the newest version to the server.
 
 Written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
 """
@@ -49,7 +49,7 @@ class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
 
 
 class PenstockWeightTransfer:
-    """A weight transfer for `AsyncGRPOTrainer`. Each rank creates one.
+    """A weight transfer for `AsyncGRPOTrainer`. Each rank creates its own transfer.
 
     An unsupported release of TRL raises ConfigError.
 
@@ -62,7 +62,7 @@ class PenstockWeightTransfer:
         restart_s: seconds to wait for a server that is starting or restarting.
 
     Attributes:
-        engine: sends the versions, and its `report` describes the newest version. None until the first version.
+        engine: sender of the versions, or None before the first version. `engine.report` describes the newest version.
         num_restored: number of times that the newest version was sent to a restarted server.
     """
 
@@ -105,7 +105,7 @@ class PenstockWeightTransfer:
     # -- TRL's protocol, on the main process
 
     def init_weight_transfer(self) -> None:
-        """Wait for the server. The sync begins with the first version, on all ranks."""
+        """Wait for the server. The sync begins later, when all ranks send the first version."""
         self._server.wait_for_server_ready()
 
     def pause(self) -> None:
@@ -142,8 +142,8 @@ class PenstockWeightTransfer:
     def restore(self) -> bool:
         """Send the newest version to the server if the server was restarted. Return whether the version was sent.
 
-        Call this function only on the main process. After `attach`, TRL calls the function while the trainer waits for
-        samples. If the server does not respond, the function returns without waiting. Raises the same errors as
+        Call this function only on the main process. After `attach`, TRL calls `restore` while the trainer waits for
+        samples. If the server does not respond, `restore` returns without waiting. Raises the same errors as
         `PenstockTrainerEngine.stage_again` and `commit`.
         """
         if self.engine is None or self._installed is None:
@@ -225,7 +225,7 @@ class PenstockWeightTransfer:
             return
 
     def _was_started_again(self, error: requests.RequestException) -> bool:
-        """Return whether a request failed because the server was restarted. This may wait until the server is ready."""
+        """Return whether a request failed because the server was restarted. May wait until the server is ready."""
         if isinstance(error, _GONE):
             return True
         # A server that refuses the request was restarted if it no longer has the last version that this process sent.
@@ -238,7 +238,7 @@ class PenstockWeightTransfer:
         return str(answer.json()["weight_version"])
 
     def _restore_while_waiting(self, worker: Any) -> None:
-        """Make TRL call `restore` at each health check of a rollout worker, which TRL makes while it lacks samples."""
+        """Make TRL call `restore` after each health check of a rollout worker. TRL checks while waiting for samples."""
         check_health = worker.check_health
 
         def check(stale_after_s: float) -> None:

@@ -1,12 +1,12 @@
 """verl's checkpoint engine `penstock`: trainer ranks publish their shards, and rollout workers receive whole versions.
 
-With `receive: engine`, vLLM's workers receive their own slices instead (`verl_vllm`), and a rollout worker yields only
-the information that vLLM's workers require.
+With the option `receive: engine`, vLLM's workers receive their own slices (`verl_vllm`), and a rollout worker only
+passes on the information that vLLM's workers require.
 
-verl passes `send_weights` unsharded tensors, which it gathers with a collective. Importing this module makes the
-tensors of verl's FSDP engine refer to their engine (`Exported`), so that its shards are published and nothing is
-gathered. With other training engines, LoRA or quantisation-aware training, verl yields unsharded tensors. Each rank
-then copies and publishes an equal share of these tensors.
+verl passes `send_weights` unsharded tensors, which it gathers with a collective. After this module is imported, the
+tensors from verl's FSDP engine carry a reference to the engine (`Exported`), so the engine's shards are published and
+nothing is gathered. With other training engines, LoRA or quantisation-aware training, verl yields unsharded tensors.
+Each rank copies and publishes an equal share of unsharded tensors.
 
 Importing this module (`custom_backend_module`) registers the backend. This module is written for verl 0.9.
 """
@@ -72,18 +72,18 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Args:
         bucket_size: size of verl's buffer between a rollout worker and its engine. Not used here.
         is_master: verl's flag for trainer workers. Not used here.
-        name: name of the sync. None means a name that contains this Ray job's id.
-        hub: URL of the hub. None means `PENSTOCK_HUB`, or else this host's own hub.
+        name: name of the sync. The default name contains this Ray job's id.
+        hub: URL of the hub. The default hub is `PENSTOCK_HUB`, or else this host's own hub.
         token_file: path of a file whose first token is sent to the hub.
-        listen: `host:port` at which other hosts reach a worker. `node` means the address of its Ray node and any free
-            port. None means this host only.
-        data_port: second port at the host of `listen`, from which peers read bytes. 0 means any free port.
-        mode: with `live`, the engines read the parameters themselves, which verl does not change in the meantime. With
-            `snapshot`, the engines read a copy, and the parameters may change as soon as the copy is complete.
+        listen: `host:port` at which other hosts reach a worker. `node` means the address of the worker's Ray node and
+            any free port. If `listen` is None, only this host reaches the worker.
+        data_port: second port at the host of `listen`, from which peers read bytes. Port 0 means any free port.
+        mode: in `live` mode, engines read the parameters directly, and verl does not change the parameters meanwhile.
+            In `snapshot` mode, engines read a copy, and the parameters may change as soon as the copy is complete.
         transforms: formats in which the weights are sent, such as `cast:BF16`. See `penstock.publisher`.
-        receive: with `worker`, each rollout worker receives all tensors, and verl's adapter sends them to the engine.
-            With `engine`, the engine's own workers receive the slices that they load. `engine` requires vLLM, started
-            with `weight_transfer_config: {backend: penstock}`.
+        receive: if `worker`, each rollout worker receives all tensors, and verl's adapter sends the tensors to the
+            engine. If `engine`, the engine's own workers receive the slices that they load, which requires a vLLM
+            started with `weight_transfer_config: {backend: penstock}`.
         memory: memory into which a version is received before the engine installs it: `host` or `device`.
         timeout_s: maximum wait in seconds for the trainer's version.
         stall_s: seconds without a byte after which a wait is aborted.
@@ -213,7 +213,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 _LOGGER.warning("penstock: gathering whole tensors, and each rank keeps a share: %s", why)
                 self._shares = WholeTensorShares(self._rank, self._world_size)
             self._shares.fill(weights)
-            # The shares are already copies, so publish them without a further copy.
+            # The tensors in `_shares` are already copies, so publish them without a further copy.
             params, mode = self._shares.params, "live"
         if self._sender is None:
             self._sender = TrainerPublisher(

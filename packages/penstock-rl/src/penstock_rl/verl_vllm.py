@@ -16,7 +16,7 @@ from penstock_rl.verl import WIRE_FORMAT
 class PenstockServerAdapter(ServerAdapter):  # type: ignore[misc]
     """verl's adapter for one rollout worker.
 
-    The rollout worker with the server makes all of vLLM's workers receive versions.
+    The rollout worker that runs vLLM's server tells all of vLLM's workers to receive each new version.
     """
 
     _init_info: dict[str, Any] | None = None

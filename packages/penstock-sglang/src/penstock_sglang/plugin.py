@@ -113,7 +113,7 @@ def _add_load_format() -> None:
     try:
         from sglang.srt.arg_groups import choices
     except ImportError:
-        # SGLang before 0.5.21 defines the choices in this module.
+        # Before version 0.5.21, SGLang defines the load format choices in `server_args`.
         from sglang.srt import server_args as choices
     if LOAD_FORMAT in choices.LOAD_FORMAT_CHOICES:
         return
@@ -183,7 +183,7 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedModel:
-    """A model whose directory `model_directory` created for SGLang."""
+    """The URIs of a model for which `model_directory` has created a directory."""
 
     weights: str
     """Pinned URI of the weights."""
@@ -219,7 +219,7 @@ def _cache() -> Path:
 
 
 def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Check SGLang's `--model-loader-extra-config`. Raise ConfigError for invalid options and for options of vLLM."""
+    """Check SGLang's `--model-loader-extra-config`. Raise ConfigError for invalid or vLLM-only options."""
     own = {name: extra[name] for name in SYNC_OPTIONS if name in extra}
     options = read_options({name: extra[name] for name in extra if name not in own} if own else extra) | own
     sync_connection(options, 0)
@@ -231,7 +231,7 @@ def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings:
-    """Return the connection for a sync in a replica.
+    """Return the connection settings that a replica uses for a sync.
 
     The replica's fleet member uses the ports in `listen` and `data_port`.
 

@@ -29,7 +29,7 @@ _WEIGHTS = "weights"
 
 
 class SchedulerSleep:
-    """The weights of one scheduler process while their memory is released.
+    """The state of a scheduler process's weights while the weights' memory is released.
 
     `is_whole` says whether the model may be used.
 

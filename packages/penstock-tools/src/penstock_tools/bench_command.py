@@ -212,7 +212,7 @@ tens of GB."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRate:
-    """One receiver's fetches, or the plain copies: seconds from call to commit, and median decimal GB/s."""
+    """Times of one receiver's fetches or of the plain copies: seconds from call to commit, and median decimal GB/s."""
 
     who: str
     device: str
@@ -234,8 +234,8 @@ def bench_fetch(
 ) -> None:
     """Measure fetches between processes on this host.
 
-    The weights are generated. Prints the seconds, GB/s and path of each receiver. A plain copy of the same bytes shows
-    the limit.
+    The weights are generated. Prints the seconds, GB/s and path of each receiver. The time of a plain copy of the same
+    bytes shows the fastest possible fetch.
     """
     from penstock.loader.progress import Progress
     from penstock.loader.session import resolve_device
@@ -279,7 +279,7 @@ def _times(rate: LoadRate | FetchRate) -> list[str]:
 
 
 def _rate(who: str, device: str, times: list[float], path: str, *, nbytes: int) -> FetchRate:
-    """Return a row with the rate of fetches that took these times."""
+    """Return a row for the results table from the times that the fetches took."""
     median = statistics.median(times)
     return FetchRate(
         who=who,

@@ -87,8 +87,8 @@ def calibrate() -> Rates:
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
     # One process with one device cannot measure these rates, because they involve two devices or several processes.
-    # Scale the Python time in the H200's rates by the ratio of `step_s`. The result is an estimate, because a step
-    # makes different calls. Source: benchmarks/results/cpu2_202611/simulate.md.
+    # Scale the Python time in the H200's rates by the ratio of `step_s`. The result is an estimate, because a step does
+    # not make the same calls as the code behind these rates. Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
     there = slowed(H200_RATES, times)
     near = {name: getattr(there, name) if on_device else 0.0 for name in _NEAR}
@@ -136,7 +136,7 @@ def _host_stages() -> dict[str, float]:
 def _columns() -> Strips:
     """Return a column of a matrix with many rows.
 
-    The runs are as short as for a receiver that holds an eighth of each row.
+    Each run has the length that a receiver with an eighth of each row would read.
     """
     num_rows = _BYTES // (_GAPS * _COLUMN_BYTES)
     at, run, rows, pitch = (np.array([value]) for value in (0, _COLUMN_BYTES, num_rows, _GAPS * _COLUMN_BYTES))
@@ -284,7 +284,7 @@ def _checkpoint(directory: Path, number: int) -> Path:
 
 
 def _posting() -> tuple[float, float, float]:
-    """Return the seconds that a read of almost no bytes, a further long run and a further short run take."""
+    """Return the seconds for a read of almost no bytes, for each further long run and for each further short run."""
     from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
     from penstock.transport.protocol import Memory

@@ -61,7 +61,7 @@ class ClusterLinks:
         return nic
 
     def _at(self, name: str, number: I64) -> I64:
-        """Return the link numbers of the links of one kind, from their numbers within the kind."""
+        """Convert numbers that count links of one kind into the cluster's link numbers."""
         link: I64 = self.classes[name][0] + number
         return link
 
@@ -73,7 +73,7 @@ class ClusterLinks:
         return is_near
 
     def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
-        """Return the factor by which gaps between copies, and short runs, lengthen each read over NVLink."""
+        """Return the factor by which each NVLink read is slowed by short runs and by gaps between copies."""
         link = self._cluster.nvlink_gb_per_s
         short_rate = min(rates.gather_gb_per_s or link, link)
         took = (nbytes - short_bytes) / link + short_bytes / short_rate + num_copies * rates.gap_s * GB

@@ -97,7 +97,7 @@ def plan_load(
     explain: Explain = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Show the reads of a load, based on the headers."""
+    """Show the reads that a load would make."""
     from penstock.plan import schedule
     from penstock.storage.weight_set import open_weights
 

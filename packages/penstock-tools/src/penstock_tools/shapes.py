@@ -101,7 +101,7 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
 # The slices of a model's 70,000 tensors have only a few hundred distinct `Form`s, so create each `Form` once.
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
-    """Return the `Form` of one of `of` slices along a dim, split as by `torch.chunk`, or None if the slice is empty."""
+    """Return the `Form` of slice `part` of a tensor split like `torch.chunk`, or None if the slice is empty."""
     if dim is None or of == 1:
         return Form(dtype=dtype, shape=shape, box=Box.full(shape), tag=tag)
     step = -(-shape[dim] // of)
@@ -161,7 +161,7 @@ def _side(
         model: the model's tensors.
         num_ranks: number of ranks on this side.
         fp8: whether projections are quantised.
-        cut_of: function that returns how a rank's slice of a tensor is cut.
+        cut_of: function of `(rank, tensor)` that returns which slice of the tensor the rank has.
         has: function of `(rank, expert, num_experts)` that returns whether a rank has an expert.
     """
     experts: dict[int, list[Shape]] = defaultdict(list)

@@ -83,7 +83,7 @@ def step_bytes(bytes_per_s: F64) -> F64:
 
     Reads double in size until one lasts `STEP_S`.
     """
-    # The reads from one upstream share its link, so each read lasts as long as all of them together.
+    # `READS_OF_ONE` reads from one upstream share the rate of the upstream's link.
     chunks = np.maximum(bytes_per_s * STEP_S / READS_OF_ONE / CHUNK_BYTES, 1.0)
     least: F64 = np.minimum(2.0 ** np.ceil(np.log2(chunks)), MAX_STEP_CHUNKS) * CHUNK_BYTES
     return least
@@ -167,7 +167,7 @@ class _FetchEvents:
             mine = mine[~self.dead[mine]]
             chunks = np.minimum(all_have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
             whole = all_have[mine] >= self.line * (1 - 1e-12)
-            # Count at most all chunks but one, because a rounding error must not turn an incomplete member into a
+            # Never count an incomplete member's last chunk, because a rounding error must not turn the member into a
             # holder.
             chunks = np.where(whole, self.num_chunks, np.minimum(chunks, self.num_chunks - 1))
             columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), upstream[:, mine].T.tolist())
@@ -312,7 +312,7 @@ class _FetchEvents:
 
     @staticmethod
     def _least_above(rate: F64, near: np.ndarray, parent: I64) -> F64:
-        """Return the minimum rate of each stream's ancestors, up to the first that is not close behind its parent."""
+        """Return the minimum rate of each stream's ancestors, up to the first ancestor that lags behind its parent."""
         own = np.append(rate, 0.0)
         above = np.append(np.where(near, parent, -1), -1)
         least = np.where(above >= 0, own[above], np.where(np.append(near, False), 0.0, _UNBOUND))

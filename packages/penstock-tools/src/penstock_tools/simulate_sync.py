@@ -5,7 +5,8 @@ the plan and the locations of the sources' tensors, and then posts its reads. Th
 compared on arrival.
 
 A receiver reads its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. A receiver reads
-from sources in its node one after another, and from other sources in parallel. Its work in Python is sequential.
+from sources in its node one after another, and from other sources in parallel. A receiver's work in Python is
+sequential.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _STEPS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """The reads of a sync as its receivers post them, as a table of columns.
+    """A table of a sync's reads in the order in which the receivers post the reads.
 
     The reads are sorted by receiver and by window. Within a window the sources alternate.
     """
@@ -105,7 +106,7 @@ class StageWork:
 
 
 def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, np.ndarray]:
-    """Return the columns of `StageWork` for each step of a part, in the order in which they are posted."""
+    """Return the columns of `StageWork` for each step of a part, in the order in which the steps are posted."""
     edges = np.array(part.windows(watermark_bytes // AHEAD_WINDOWS), np.int64)
     bucket = np.repeat(np.arange(len(part.bucket_first) - 1), np.diff(part.bucket_first))
     window = np.searchsorted(edges, bucket, side="right") - 1
@@ -206,7 +207,7 @@ def simulate_sync(
 
     Args:
         plan: result of `plan_sync`.
-        cluster: the cluster. Sources use its first GPUs, and receivers start on the next node.
+        cluster: the cluster. Sources use the cluster's first GPUs, and receivers start on the next node.
         rates: rates of the machine's stages.
         transformed: number of bytes that each source transforms in each bucket (`transformed_bytes`). None means no
             transforms.
@@ -437,8 +438,7 @@ class _SyncEvents:
             # Set the value exactly. The product of rate and time has a rounding error, and would leave some bytes in
             # flight.
             moved[over] = left[over]
-            # A stretched read occupies its link for longer than its bytes require. Count only the read's bytes as
-            # moved.
+            # `_stretch` lengthens the time that a read occupies a link. Count only the read's real bytes as moved.
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
             self.moved += float(carried.sum())
@@ -483,11 +483,10 @@ class _SyncEvents:
     def _happen(self, at: float, read: int, what: int) -> None:
         """Handle an event.
 
-        In event 0 the read may be posted, in 1 it is posted, in 2 its bytes and digests have arrived, and in 3 it is
-        verified.
-
-        Events 4 to 6 concern a buffer of packed bytes. In 4 the buffer is packed, in 5 its read is posted, and in 6 it
-        is free again. In event 7 the read's digests are requested from a source that transforms.
+        In event 0 the read may be posted, in event 1 the read is posted, in event 2 the read's bytes and digests have
+        arrived, and in event 3 the read is verified. Events 4 to 6 concern a buffer of packed bytes. In event 4 the
+        buffer is packed, in event 5 the buffer's read is posted, and in event 6 the buffer is free again. In event 7
+        the read's digests are requested from a source that transforms.
         """
         r = self._receiver[read]
         if what == 0:
@@ -518,7 +517,7 @@ class _SyncEvents:
         source = self._source[read]
         ready_s = self._ready[read] + self._delay[source]
         if at < ready_s:
-            # Check again at that time, because digests for other readers may delay the transform.
+            # Check again at `ready_s`, because digests for other readers may delay the transform further.
             heapq.heappush(self._events, (ready_s, read, 7))
             return
         begun = max(at, self._digest_free[source])

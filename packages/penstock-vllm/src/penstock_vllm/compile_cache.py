@@ -1,7 +1,7 @@
 """Restore vLLM's compiled code before its workers start, and save it after their warm-up.
 
 vLLM creates the executor in the engine core's process before it starts the workers, which inherit that process's
-environment. Workers on other hosts (Ray) do not inherit this environment. Written for vLLM 0.32 and 0.33.
+environment. Ray workers on other hosts do not inherit the engine core's environment. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations

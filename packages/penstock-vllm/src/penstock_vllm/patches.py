@@ -40,7 +40,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
     """Salt the requests in vLLM's engine core with the version of the weights, if `backend` sends the weights."""
     # vLLM includes a request's salt in the hash of each block. If the salt had no version, requests that survive an
     # update, and blocks in an external connector, would match keys and values from a different version.
-    _ = core.get_weight_version  # Fail now if it is missing, because the replacements call it.
+    _ = core.get_weight_version  # Fail now if vLLM lacks this method.
 
     def applies(engine: Any) -> bool:
         return is_sent_by(engine.vllm_config, backend)
@@ -176,7 +176,7 @@ def report_phases(worker: type[Any], load_format: str) -> None:
 def _report_start(worker: Any) -> None:
     """Report a worker's start from now until its last step.
 
-    The process is also reported as not ready between two steps.
+    Between two steps, the process is still reported as not ready.
     """
     start = Phases("start", journey="engine")
     for method, name in STEPS.items():

@@ -148,7 +148,7 @@ def _protect_sleep() -> None:
 
 
 def _name_newest_adapter() -> None:
-    # Only the process that serves HTTP has imported this module.
+    # Only vLLM's HTTP server process has imported the module with `OpenAIServingModels`.
     if routes := sys.modules.get("vllm.entrypoints.openai.models.serving"):
         patches.name_newest_adapter(routes.OpenAIServingModels)
 
@@ -193,7 +193,7 @@ def _loader_class() -> type[Any]:
             self.counter_before_loading_weights = time.perf_counter()
             with Phases("load weights", journey="engine"):
                 super().load_weights(model, model_config)
-            # For a reload into an existing model, vLLM does not call `load_model`, which would process the weights.
+            # `_after_weights` is None in a reload, in which vLLM does not call `load_model`.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))
 

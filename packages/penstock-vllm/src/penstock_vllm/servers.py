@@ -17,16 +17,16 @@ from penstock.spi import Stragglers, wrong_argument
 
 
 class FleetClient:
-    """A client of several vLLM servers. Pass it as `client` to `PenstockTrainerEngine.trainer_init`.
+    """A client of several vLLM servers. Pass this object as `client` to `PenstockTrainerEngine.trainer_init`.
 
     Attributes:
         left_out: the servers that did not receive the last version, with the reasons.
 
     Args:
         clients: vLLM's clients by server name. The names appear in messages.
-        stragglers: what happens if a server does not receive a version. With "withdraw", no server installs the
-            version. With "leave_out", the remaining servers install the version, and the failed server keeps its
-            previous version until the next update.
+        stragglers: what happens if a server does not receive a version. If "withdraw", no server installs the version.
+            If "leave_out", the remaining servers install the version, and the failed server keeps its previous version
+            until the next update.
         init_info: further fields for the body of `/init_weight_transfer_engine`, by server, such as `listen` if the
             servers are on several hosts.
     """
@@ -88,7 +88,7 @@ class FleetClient:
             _raise_first(errors)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Make every server receive a version. Each server keeps serving its previous version.
+        """Make every server receive a version. Until `finish_weight_update`, each server serves its previous version.
 
         Raises:
             VersionRefused: no server will install the version. The message names the failed servers and the reasons.
@@ -113,7 +113,7 @@ class FleetClient:
 
         Raises:
             ConfigError: no server has received a version.
-            Exception: the first failed server's error. The failed server must not serve. All others have the version.
+            Exception: the first failed server's error. That server must not serve. All other servers have the version.
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")

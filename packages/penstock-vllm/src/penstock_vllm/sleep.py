@@ -1,10 +1,10 @@
 """Make sure that a vLLM engine that wakes from sleep has verified weights before its first request.
 
-For level 1, the weights are digested before the sleep, and the digests are compared after vLLM has copied the weights
-back from the host. After level 2 the newest version of the sync is received, or else the engine's original weights are
-loaded. Until the weights are verified, `resume` is refused, and requests wait in vLLM's paused scheduler. A `wake_up`
-that fails can be called again. `wake_up(tags=["weights"])` alone restores no weights, because a trainer may send a
-version before the last tag wakes.
+Before a level-1 sleep the weights are digested, and the digests are compared after vLLM has copied the weights back
+from the host. After a level-2 sleep, the newest version of the sync is received, or else the engine's original weights
+are loaded. Until the weights are verified, `resume` is refused, and requests wait in vLLM's paused scheduler. A
+`wake_up` that fails can be called again. `wake_up(tags=["weights"])` alone restores no weights, because a trainer may
+send a version before the last tag wakes.
 
 The module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
 """
@@ -93,8 +93,8 @@ class WorkerSleep:
 
     Args:
         worker: a worker of any platform.
-        is_sent: whether Penstock sends a trainer's versions to this worker. If False, other code may fill the weights
-            between two calls of `wake_up`, so the weights are restored only if a single call wakes all memory.
+        is_sent: whether Penstock sends a trainer's versions to this worker. If `is_sent` is False, other code may fill
+            the weights between two calls of `wake_up`, so only a call that wakes all memory restores the weights.
     """
 
     def __init__(self, worker: Any, *, is_sent: bool) -> None:
@@ -151,7 +151,7 @@ class WorkerSleep:
         original(level)
 
     def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
-        """Wake memory. When no memory is asleep, restore the weights.
+        """Wake memory. Once all memory is awake, restore the weights.
 
         If `wake_up` raises a PenstockError, the engine is still asleep. Call `wake_up` again.
         """

@@ -82,8 +82,8 @@ class StagingModel(torch.nn.Module):
         """
         if not wanted.unrecorded:
             return wanted.unfilled
-        # Tensors that were not recorded pass through the loader at each update. The loader has returned the names that
-        # it filled.
+        # Unrecorded tensors pass through the loader at each update. The loader returns the names of the tensors that it
+        # fills.
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
 
     def check(self, wanted: Requirements, *, strict: bool = True) -> None:
@@ -112,7 +112,7 @@ class StagingModel(torch.nn.Module):
     def install(self, wanted: Requirements) -> None:
         """Install the tensors that an update filled into the serving model. All other tensors stay unchanged.
 
-        Call `check` first. The model must not run meanwhile. After an error the model has no complete version.
+        Call `check` first. The model must not run during `install`. After an error the model has no complete version.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -147,7 +147,7 @@ class StagingModel(torch.nn.Module):
         return [tensor for tensor in model.parameters() if id(tensor) not in rewritten]
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return the source of each filled tensor: its own staging tensor, or that of a tied tensor."""
+        """Return each filled tensor's source: its own staging tensor, or the staging tensor of a tied tensor."""
         # A layer that shares a tensor with another layer (`lm_head` with the embeddings) may have processed its copy
         # separately, so reload a tied tensor in each of its layers.
         sources: dict[str, torch.Tensor] = {}
@@ -179,7 +179,7 @@ class _StagedLayer:
         self._prefix = f"{name}." if name else ""
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Yield the name in the layer and the name in the model of each non-empty tensor."""
+        """Yield each non-empty tensor's name in the layer and the tensor's name in the model."""
         for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
             if tensor is not None and tensor.numel():
                 yield name, self._prefix + name
@@ -278,7 +278,7 @@ def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
 def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a layer's tensors in their state before loading, on the meta device.
 
-    Tensors that vLLM never moves to the meta device are the live ones.
+    Tensors that vLLM never moves to the meta device are returned as they are in the live layer.
     """
     from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
 

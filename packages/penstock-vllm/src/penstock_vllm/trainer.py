@@ -70,7 +70,7 @@ class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]):  # type: ignore[misc]
-    """A trainer rank that sends versions to one vLLM engine. vLLM's factory creates one on every rank.
+    """A trainer rank that sends versions to one vLLM engine. vLLM's factory creates this engine on every rank.
 
     Attributes:
         version: newest version that was published, or -1.
@@ -151,8 +151,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def send_weights(self, version: int | None = None) -> None:
         """Publish the current weights and make the engine serve them.
 
-        Pause the engine first, unless its weights may change between two forward passes. vLLM's other backends have the
-        same requirement. To pause the engine only for the installation, call `stage` and `commit` instead. The
+        Pause the engine first, unless its weights may change between two forward passes. A pause is also necessary with
+        vLLM's other backends. To pause the engine only for the installation, call `stage` and `commit` instead. The
         docstrings of `stage` and `commit` list the errors.
         """
         self.stage(version)
@@ -161,16 +161,16 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
     def stage(self, version: int | None = None) -> None:
         """Publish the current weights, and return when the engine has received and verified them.
 
-        All ranks call this function. The weights may change as soon as it returns.
+        All ranks call this function. The weights may change as soon as this function returns.
 
         Args:
-            version: version number, larger than all earlier numbers and the same on all ranks. None means the next
+            version: version number, larger than all earlier numbers and the same on all ranks. The default is the next
                 number.
 
         Raises:
             PenstockError: see `penstock.sync.Publisher.publish`. If a worker did not receive the version, rank 0
-                instead raises the client's error, with vLLM's response as a note. The engine keeps its previous
-                version.
+                instead raises the client's error, with vLLM's response as a note. After an error, the engine keeps its
+                previous version.
         """
         self._is_staged = False
         self.version = self.version + 1 if version is None else version
@@ -236,8 +236,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
 
         Raises:
             ConfigError: no version is staged.
-            Exception: the client's error. The engine has no complete version and must not serve. Send the version
-                again.
+            Exception: the client's error. After the error, the engine has no complete version and must not serve. Send
+                the version again.
         """
         if not self.is_sender:
             return

@@ -170,7 +170,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
         Raises:
             ConfigError: a different version is being received.
-            PenstockError: see `penstock.sync.Subscriber.update`. The model still has the previous version.
+            PenstockError: see `penstock.sync.Subscriber.update`. On failure, the model keeps the previous version.
         """
         subscriber, _ = self._parts()
         version = update_info.version
@@ -204,7 +204,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
         Raises:
             ConfigError: no version was received since `start_weight_update`. The model is unchanged.
-            Exception: vLLM's post-processing failed. The model has no complete version and must not serve.
+            Exception: vLLM's post-processing failed, so the model has no complete version and must not serve.
         """
         subscriber, staging = self._parts()
         if self._landed is None:
@@ -234,7 +234,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         # Keep a staging model in host memory, because other subscribers read from it.
         if staging.device.type != self.device.type or subscriber.is_released:
             return
-        # Memory is registered even if it is only prepared, so it must not be freed while the subscriber uses it.
+        # A subscriber that was only prepared has also registered the memory, so let the subscriber free the memory.
         if subscriber.wanted is not None:
             freed = subscriber.release()
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
@@ -242,7 +242,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             staging.free()
 
     def not_installed(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that no version fills, and that a sleep of level 2 would lose."""
+        """Return the parameters that no version fills, and that a level-2 sleep would lose."""
         if self._joined is None or self.installed < 0:
             return []
         subscriber, staging = self._joined
@@ -287,7 +287,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
     def _receive(self, info: UpdateInfo) -> None:
         subscriber, staging = self._parts()
-        # The current device is set per thread, and this may be the background thread.
+        # Set the device, because the current device is set per thread, and `_receive` may run in the background thread.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         # The subscriber may already have the version if the call is repeated or the staging model stayed in host
