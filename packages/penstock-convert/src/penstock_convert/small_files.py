@@ -65,7 +65,7 @@ NO_SMALL_FILES = SmallFiles(files={}, left_out={})
 def find_small_files(
     uri: str, weights: Collection[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> SmallFiles:
-    """Find the small files of a model without reading them. A single file or a glob has no small files.
+    """Find the small files of a model without reading them. For a single file or a glob, return no small files.
 
     Hidden files are ignored. Symlinks to files are followed, and symlinks to folders are not.
 
@@ -84,7 +84,7 @@ def find_small_files(
     models = _other_models(found, parts)
     copied: dict[str, str] = {}
     for name, file in found.items():
-        # This name is not valid Unicode, so the JSON that lists the files of a result cannot contain it.
+        # A name that is not valid Unicode cannot be in the JSON that lists the files of a result.
         if _printable(name) != name:
             left_out[file] = "a name that is not Unicode"
             continue
@@ -126,12 +126,13 @@ def _below(
         below[prefix] = "HTTP has no listing, so only files with the usual names are copied"
     else:
         if not all(file.startswith(prefix) for file in listed):
-            # The storage has added something to the URIs, for example the revision of a repository.
+            # The storage may extend the URIs that it lists, for example with the revision of a repository.
             prefix = f"{min(listed, key=lambda file: file.count('/')).rpartition('/')[0]}/"
         try:
             listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
         except PenstockError as error:
-            # Every client rejects some names, such as `a/../b`. The model's own files have already been listed.
+            # Continue, because the model's own files have already been listed. An object in a folder may have a name
+            # that every client rejects, such as `a/../b`.
             below[prefix] = f"the folders cannot be listed: {error.message}"
     found, left_out = {}, below
     names = {file.removeprefix(prefix): file for file in listed}
@@ -159,7 +160,7 @@ def _printable(path: str) -> str:
 def _folders_of_model(
     modules: str | None, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> frozenset[str]:
-    """Return the folders that `modules.json` lists. These folders belong to the model even if they contain weights."""
+    """Return the folders in `modules.json`, which belong to the model even if the folders contain weights."""
     raw = None if modules is None else read_small(modules, settings=settings, storage_options=storage_options)
     if raw is None:
         return frozenset()

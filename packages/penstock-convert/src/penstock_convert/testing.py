@@ -1,7 +1,7 @@
-"""Run an operation without workers, and check that the cuts that its recipes allow do not change the result.
+"""Run an operation without workers, and check that cutting its recipes into ranges of rows does not change the result.
 
-`check_rows` returns the outputs by name, or raises AssertionError if a cut changes a bit. A test compares the outputs
-with its own reference.
+`check_rows` returns the outputs by name, or raises AssertionError if a cut changes a bit. A test must compare
+these outputs with its own reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def table_of(tensors: Tensors) -> TensorTable:
 
 
 def outputs_of(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
-    """Return all outputs by name. With a seed, cut the recipes at random rows.
+    """Return all outputs by name. If `seed` is set, cut the recipes at random rows.
 
     The outputs have the dtypes and shapes that the recipes declare.
     """
@@ -46,7 +46,7 @@ def outputs_of(operation: Operation, *sources: Tensors, seed: int | None = None)
 
 
 def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = range(3)) -> dict[str, torch.Tensor]:
-    """Return the outputs of whole recipes, and check that random cuts and runs in parts give the same bits."""
+    """Return the outputs of uncut recipes, and check that random cuts and runs in parts give identical outputs."""
     whole = outputs_of(operation, *sources)
     if isinstance(operation, StreamedOperation):
         _check_parts(operation, sources, whole)

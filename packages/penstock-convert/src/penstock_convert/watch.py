@@ -26,7 +26,7 @@ class JobWatch:
     """Reports the states of one conversion to an observer.
 
     Args:
-        observer: receives the states. If None, nothing is reported.
+        observer: object that receives the states, or None to report nothing.
         job: the planned job.
         sources, into: URIs.
     """

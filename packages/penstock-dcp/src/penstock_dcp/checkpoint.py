@@ -43,12 +43,12 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 """Metadata key in a safetensors file with parts of tensors. Source: torch 2.13, checkpoint/_hf_utils.py."""
 
 BYTES_KEY = "penstock.dcp.bytes"
-"""Metadata key in a safetensors file from this package. It lists U8 tensors that are torch.save archives of other
-values."""
+"""Metadata key in a safetensors file from this package, for the list of U8 tensors that are torch.save archives of
+values other than tensors."""
 
 PATHS_KEY = "penstock.dcp.paths"
-"""Metadata key in a safetensors file from this package. For each name in a nested state, it lists the keys that lead to
-the value, which the planner needs."""
+"""Metadata key in a safetensors file from this package. For each name in a nested state, the entry lists the keys that
+lead to the value, which the planner needs."""
 
 _PROBE_GAP_BYTES = 16 << 10
 """Maximum gap in bytes between the end of one archive and the beginning of the next if both are read together. Small
@@ -70,8 +70,8 @@ class CheckpointRow:
     shape: tuple[int, ...]
     """Shape of the stored tensor, with the dims in the order in which the bytes are stored."""
     order: tuple[int, ...] | None = None
-    """Permutation of the tensor's dims into the order in which the bytes are stored. None means that the order is
-    unchanged."""
+    """Permutation of the tensor's dims into the order in which the bytes are stored, or None if the two orders are
+    equal."""
     is_bytes: bool = False
 
 
@@ -108,7 +108,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(uri: Uri, *, settings: Settings, storage_options: Mapping[str, str] | None) -> Checkpoint:
-    """Open the checkpoint at `uri`: in DCP's own format if it contains `.metadata`, and otherwise in safetensors.
+    """Open the checkpoint at `uri`, which is in DCP's own format if it contains `.metadata`, or else in safetensors.
 
     Raises:
         NotFound: there is no checkpoint at `uri`.
@@ -252,7 +252,7 @@ def _offsets_of(file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
 
 
 def _bytes_names(file: str, header: Header) -> list[str]:
-    """Return the names of the tensors in a file that contain archives of other values."""
+    """Return the names of those tensors in a file whose bytes are the archive of a value that is not a tensor."""
     raw = header.metadata.get(BYTES_KEY)
     if raw is None:
         return []
@@ -493,7 +493,7 @@ def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
 
 
 class _Probe:
-    """Prefetched beginnings and ends of archives. These bytes say where the elements are.
+    """Prefetched beginnings and ends of archives, which contain the offsets of the tensors' elements.
 
     Archives are adjacent in a file, so one read can cover the end of an archive and the beginning of the next archive.
     """

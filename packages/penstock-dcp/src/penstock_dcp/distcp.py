@@ -290,7 +290,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
     Args:
         tail: the archive's last bytes.
         nbytes: size of the archive.
-        uri, tensor: names for errors.
+        uri, tensor: URI and tensor name for error messages.
 
     Raises:
         FormatError: the archive does not end like a zip file, or a member is compressed or lies outside the archive.

@@ -52,7 +52,7 @@ _Work = tuple[int, FilePart, int, int, bool]
 
 
 def num_threads(num_ranks: int) -> int:
-    """Return the number of read threads for a rank, which shares the cores because all ranks may be on this host."""
+    """Return the number of read threads for one rank: a share of the cores, because all ranks may be on this host."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
 
 

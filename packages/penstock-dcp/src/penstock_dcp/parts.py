@@ -22,11 +22,11 @@ class FilePart:
 
     row: CheckpointRow
     box: Box | None
-    """The box, with its dims in the order of the stored bytes. None means the whole row."""
+    """The box, with its dims in the order of the stored bytes, or None for the whole row."""
     items: list[ReadItem]
     targets: list[torch.Tensor]
     data: bytes = b""
-    """The bytes of a value that is not a tensor. Otherwise None."""
+    """The bytes of a value that is not a tensor, or empty for a tensor."""
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +55,7 @@ class FilePart:
         return row.offset + first, last + width - first, is_run
 
     def memory(self) -> torch.Tensor | None:
-        """Return the memory of the first target, if bytes can be read directly into it. Otherwise return None."""
+        """Return the memory of the first target, or None if bytes cannot be read directly into that memory."""
         if not self.targets:
             return None
         target = self._ordered(self.targets[0])

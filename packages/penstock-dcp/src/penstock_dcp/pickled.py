@@ -320,7 +320,7 @@ def decode(raw: bytes, allowed: frozenset[Global], *, uri: str) -> Any:
     Args:
         raw: the bytes of the pickle, without any other bytes.
         allowed: names that the pickle may contain.
-        uri: name for errors.
+        uri: URI for error messages.
 
     Raises:
         FormatError: the pickle is malformed or contains a name that is not allowed.

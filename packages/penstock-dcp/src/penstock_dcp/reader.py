@@ -44,15 +44,15 @@ from penstock_dcp.pickled import PLAIN, archive, decode, plain
 
 _MAX_GAP_BYTES = 128 << 10
 """Maximum gap in bytes that is read instead of skipped. Other ranks read the bytes between two parts of a rank. With
-the 1 MiB of `penstock.load`, each of two ranks read a whole model of 300 tensors of 0.9 MiB, twice the bytes that it
-needed."""
+a gap of 1 MiB, as in `penstock.load`, each of two ranks read all bytes of a model with 300 tensors of 0.9 MiB, although
+each rank needed only half of them."""
 
 
 class _Unreadable(Metadata):
     """A substitute for the metadata of an unreadable checkpoint, which raises the read error when it is used.
 
     DCP catches an error from `read_metadata` and raises an AssertionError that contains only the text of the error.
-    From the next step, an error reaches the caller unchanged, in `CheckpointException.failures`.
+    If the steps after `read_metadata` raise the error, the caller gets it unchanged in `CheckpointException.failures`.
     """
 
     def __init__(self, error: PenstockError) -> None:
@@ -68,13 +68,14 @@ class CheckpointReader(StorageReader):
     """Reads a checkpoint in safetensors or DCP's own format for `torch.distributed.checkpoint.load`.
 
     Args:
-        uri: a URI as for `penstock.load`, such as a directory, a file, an index, `s3://`, `hf://` or `http://`. None
-            means that DCP passes the URI as `checkpoint_id`.
-        verify: whether whole tensors are compared with their digests, but not parts of tensors. See `penstock.load`.
+        uri: a URI as for `penstock.load`, such as a directory, a file, an index, `s3://`, `hf://` or `http://`. If
+            `uri` is None, pass the URI to DCP as `checkpoint_id`.
+        verify: whether to compare whole tensors with their digests. Parts of tensors are never compared. See
+            `penstock.load`.
         memory_bytes: limit in bytes for staging buffers in host memory. See `penstock.load`.
         storage_options: credentials and endpoint for an object store. See `penstock.load`.
-        cast: whether to convert a stored tensor to the dtype of its target, as torch's readers do. If False, a
-            different dtype raises PlanError.
+        cast: whether to convert a stored tensor to the dtype of its target, as torch's readers do. If `cast` is
+            False, a different dtype raises PlanError.
 
     Attributes:
         reports: reports of the last load, one for each device.
@@ -272,7 +273,8 @@ class CheckpointReader(StorageReader):
             journey.received = session.received
             session.phases.enter("plan")
             is_local = all(isinstance(source, FileSource) for source in session.weights.sources)
-            # An error leaves the state unchanged for values other than tensors, because they are read into new memory.
+            # Do not mark the target for values other than tensors. These values are read into new memory, so an error
+            # leaves the state unchanged.
             with nullcontext() if parts and parts[0].row.is_bytes else marks_target(session):
                 if is_local and device.type == "cpu":
                     fill = LocalFill(session, parts)

@@ -31,10 +31,10 @@ _POLL_S = 0.01
 
 
 class Staging(AsyncStager):
-    """The stager for `CheckpointWriter`, which inherits from this class. DCP then uses the writer as the stager.
+    """The stager for `CheckpointWriter`, which inherits from this class, so that DCP uses the writer as the stager.
 
     Args:
-        staging_bytes: size of the arena in bytes. None means as many bytes as the state requires.
+        staging_bytes: limit in bytes for the arena, or None for an arena that holds the whole state.
         stall_s: time limit in seconds for the save to begin.
 
     Attributes:
@@ -122,7 +122,7 @@ class Staging(AsyncStager):
         """Wait until `done` returns true or the staged save has ended. Raise PeerLost if the save does not begin."""
         begun = time.monotonic()
         while self._is_busy and not done():
-            # DCP runs each save in a new thread. The thread also exits if the save fails before it writes.
+            # DCP runs each save in a new thread, which also exits if the save fails before the first write.
             if self._thread is not None and not self._thread.is_alive():
                 return
             if self._thread is None and time.monotonic() - begun > self._stall_s:
@@ -156,14 +156,14 @@ class _Refusal:
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], name: str, *, is_staged: bool = False) -> Any:
-    """Return a nested state with `change` applied to its tensors and with copied values.
+    """Return a nested state in which `change` has replaced each tensor, and every other value is a copy.
 
     For a DTensor, `change` is applied to the local tensor.
 
     Args:
         value: a part of the state.
-        change: function that returns the new tensor for a tensor that can be stored.
-        name: name of this part of the state, for errors.
+        change: function that returns the replacement for a tensor. Only storable tensors are passed to `change`.
+        name: name of this part of the state, for error messages.
         is_staged: whether `value` was returned by this function, so that its values are already copies.
     """
     if isinstance(value, Mapping):

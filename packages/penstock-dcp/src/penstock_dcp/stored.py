@@ -75,7 +75,7 @@ def bytes_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     Args:
         tensor: a tensor with any strides. A contiguous tensor is not copied.
-        name: name of the tensor, for errors.
+        name: name of the tensor, for error messages.
 
     Raises:
         PlanError: the tensor cannot be stored.

@@ -60,8 +60,7 @@ MAX_VALUE_BYTES = 64 * MIB
 """Maximum size of a value in bytes. Values reach the coordinator through a DCP collective."""
 
 _PIECE_BYTES = 8 * MIB
-"""Number of bytes to digest and write at once. It is a multiple of the leaf size, and the bytes fit in a core's
-cache."""
+"""Number of bytes to digest and write at once: a multiple of the leaf size, and small enough for a core's cache."""
 
 _TOKEN = "dcp-"
 """Prefix of a staging directory's token. See `OutputPlace.staging`."""
@@ -82,7 +81,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """The result of writing an item: digests of complete leaves by leaf number in the tensor, or a value's archive."""
+    """The result of writing an item: a tensor's digests of complete leaves by leaf number, or a value's archive."""
 
     leaves: dict[int, int]
     value: bytes | None = None
@@ -92,13 +91,13 @@ class CheckpointWriter(Staging, StorageWriter):
     """Writes a checkpoint for `torch.distributed.checkpoint.save` and `async_save`.
 
     Args:
-        uri: a directory, or a prefix in an object store. None means that DCP passes the URI as `checkpoint_id`.
-        replace: whether to replace a checkpoint in that directory. The old checkpoint stays until the new one is
+        uri: a directory, or a prefix in an object store. If `uri` is None, pass the URI to DCP as `checkpoint_id`.
+        replace: whether to replace an existing checkpoint at `uri`. The old checkpoint stays until the new one is
             complete.
-        scratch: for an object store, a directory shared by all ranks, to which the files are written first. None means
-            the system's temporary directory, which works only if all ranks are on one host.
-        staging_bytes: limit in bytes for the copies of an asynchronous save in host memory. None means as many bytes as
-            the state requires. Tensors that exceed the limit are written before `async_save` returns.
+        scratch: for an object store, a directory shared by all ranks, where files are written before the upload. The
+            default is the system's temporary directory, which works only if all ranks are on one host.
+        staging_bytes: limit in bytes for the copies of an asynchronous save in host memory, or None for no limit.
+            Tensors that exceed the limit are written before `async_save` returns.
         storage_options: credentials and endpoint for an object store.
 
     All ranks need access to the directory on a shared file system. A rename publishes the checkpoint after all parts

@@ -74,7 +74,7 @@ def base_identity(base: Base) -> str:
         base: a string, a function that returns a string, or a report with a revision from `load`, `inspect`, `verify`
             or `fetch`. A `Publisher` or `Subscriber` of the base, or its report, yields `NAME:VERSION run=EPOCH` for
             the current version. A restarted trainer has a different epoch, and therefore a different base, even if the
-            version number is the same. Any other type raises ConfigError.
+            version number is the same. A `base` of any other type raises ConfigError.
     """
     if isinstance(base, str):
         identity = base
@@ -100,7 +100,7 @@ def base_identity(base: Base) -> str:
 def is_same_base(expected: str, found: str) -> bool:
     """Return whether two identities refer to the same base.
 
-    Epochs are compared only if both identities contain an epoch. Identities from vLLM do not.
+    Epochs are compared only if both identities contain an epoch. Identities from vLLM contain no epoch.
     """
     if _EPOCH in expected and _EPOCH in found:
         return expected == found
@@ -143,11 +143,11 @@ def _config_of(name: str, version: int, metadata: Mapping[str, str]) -> dict[str
 
 
 class AdapterSubscriber(Closeable):
-    """A receiver of an adapter's versions. `adapter_subscriber` creates it. A context manager for one thread at a time.
+    """A receiver of an adapter's versions, created by `adapter_subscriber`. A context manager. Not thread-safe.
 
     Attributes:
-        subscriber: the subscriber to the sync.
-        tensors: the adapter's tensors under PEFT's names. Except during an update, they hold the live version.
+        subscriber: the sync's subscriber, which receives the versions.
+        tensors: the adapter's tensors under PEFT's names. Except during an update, the tensors hold the live version.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class AdapterSubscriber(Closeable):
         """Receive a version and make it live. See `penstock.sync.Subscriber.update`.
 
         Raises:
-            BaseMismatch: the version's base differs from this receiver's base, and no byte was read. The error is also
-                raised if the base changed during the read, and then the previous version is still live.
+            BaseMismatch: the version's base differs from this receiver's base, and no byte was read. If the receiver's
+                base changed during the read, BaseMismatch is also raised, and the previous version stays live.
             PlanError: the version's configuration does not fit the target.
         """
         self._follow()
@@ -248,7 +248,7 @@ class AdapterSubscriber(Closeable):
             )
 
     def close(self) -> None:
-        """Leave the sync. The tensors keep their version. Idempotent."""
+        """Leave the sync, and leave the adapter's tensors unchanged. Idempotent."""
         self.subscriber.close()
 
 
@@ -273,11 +273,12 @@ def adapter_subscriber(
 
     Args:
         name: name of the sync.
-        base: base of this receiver. Each update compares it with the version's base.
-        target: tensors to fill, by PEFT's names. If None, `AdapterSubscriber.tensors` gets new tensors.
-        check: function that is called with the configuration before a byte is read. An error refuses the version.
-        check_target: function that is called before a byte is read and before a version goes live. An error refuses the
-            version.
+        base: base of this receiver. Each update compares this base with the base of the version.
+        target: tensors to fill, by PEFT's names, or None to allocate new tensors.
+        check: function that is called with the configuration before a byte is read, and raises an error to
+            refuse the version.
+        check_target: function that is called before a byte is read and before a version goes live, and raises an
+            error to refuse the version.
         follow_target: function that is called before each update, to look up tensors of `target` that have moved.
         hooks, connection, mode, rank, settings: see `penstock.subscriber`.
         device: device of new tensors.
@@ -312,13 +313,13 @@ def adapter_subscriber(
 class AdapterDirectory(Closeable):
     """Writes each version of an adapter to a directory, in the layout of PEFT's `save_pretrained`.
 
-    Each directory is complete when it appears. The name contains the trainer's epoch and the version, and the content
-    never changes, because engines key their caches by the path.
+    Each directory is complete when it appears. A directory's name contains the trainer's epoch and the version. The
+    content of a directory never changes, because engines key their caches by the path.
 
     Args:
         received: subscription to the adapter's versions.
-        root: parent of the directories. None means `/dev/shm`, or the runtime directory if `/dev/shm` is not writable.
-            `close` removes all directories.
+        root: parent of the directories. The default is `/dev/shm`, or the runtime directory if `/dev/shm` is not
+            writable. `close` removes all directories.
         keep: number of newest versions whose directories are kept. An engine that has evicted an adapter reads its
             directory again for the next request.
     """
@@ -333,7 +334,7 @@ class AdapterDirectory(Closeable):
         self._versions: list[Path] = []
 
     def write(self) -> Path:
-        """Write the live version of the adapter to a directory, unless that was already done, and return the directory.
+        """Return the directory of the adapter's live version, and write the directory if it does not exist.
 
         Raises:
             DestinationError, DiskFull: the version could not be written, or the written file has different bytes.

@@ -52,8 +52,8 @@ class AdapterMerge:
 
     Args:
         config: content of `adapter_config.json`.
-        base, adapter: tensors by name. Only names, dtypes and global shapes are used.
-        tied: `tie_word_embeddings` from the base's configuration, or None if it is unknown.
+        base, adapter: tensors by name, of which only names, dtypes and global shapes are used.
+        tied: `tie_word_embeddings` from the base's configuration, or None if unknown.
 
     Attributes:
         changed: names of the base's tensors that the adapter changes.
@@ -93,7 +93,7 @@ class AdapterMerge:
         """Return the merged values for a box of a tensor.
 
         Args:
-            row: the box, in a tensor from `changed`.
+            row: box to merge, in a tensor that `changed` names.
             values: the base's original values for the box.
             adapter: the adapter's unsliced tensors.
         """
@@ -147,11 +147,11 @@ class MergedTensors:
             undefined before `refresh`. Every other tensor is the base's own tensor.
 
     Args:
-        model: a `PeftModel`. If it is sharded, call `fully_shard` first.
+        model: a `PeftModel`. If the model is to be sharded, call `fully_shard` before this call.
         adapter: name of the adapter in the model.
 
     Raises:
-        ConfigError, PlanError: the adapter cannot be merged. The message states the reason.
+        ConfigError, PlanError: the adapter cannot be merged, for the reason in the error message.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
@@ -282,16 +282,16 @@ def merged_publisher(
     """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
 
     The base's parameters are never modified. Each tensor that the adapter changes needs memory for a second copy, and a
-    snapshot copies all tensors. All ranks call this at the same time, and publish the same versions.
+    snapshot copies all tensors. All ranks make this call at the same time, and publish the same versions.
 
     Args:
         name: name of the sync.
-        model: a `PeftModel`. If it is sharded, call `fully_shard` first.
+        model: a `PeftModel`. If the model is to be sharded, call `fully_shard` before this call.
         adapter: name of the adapter in the model.
         connection, mode, transforms, rank, snapshot_device: see `penstock.publisher`.
 
     Raises:
-        ConfigError, PlanError: the adapter cannot be merged. The message states the reason.
+        ConfigError, PlanError: the adapter cannot be merged, for the reason in the error message.
         PenstockError: see `penstock.publisher`.
     """
     tensors = MergedTensors(model, adapter)
@@ -327,7 +327,7 @@ class MergingSubscriber(Closeable):
     Attributes:
         received: subscription to the adapter's versions.
         version: the version that is merged into the model, or -1 if the model is the base.
-        is_dirty: whether a merge failed after it changed the model. Do not use the model before an update succeeds.
+        is_dirty: whether a failed merge has changed the model. If so, do not use the model before an update succeeds.
         pause_s: duration in seconds of the last pause, in which values were copied into the model.
     """
 
@@ -352,7 +352,7 @@ class MergingSubscriber(Closeable):
 
         Raises:
             BaseMismatch: the version is for a different base, or other code changed the merged weights.
-            PlanError, ConfigError: the adapter cannot be merged into this model. The message states the reason.
+            PlanError, ConfigError: the adapter cannot be merged into this model, for the reason in the error message.
             PenstockError: see `penstock.sync.Subscriber.update`. The model is unchanged unless `is_dirty` is true.
         """
         report = self.received.update(version, timeout_s)
@@ -459,7 +459,7 @@ class MergingSubscriber(Closeable):
             self._install(-1, {name: [values for _, values in rows] for name, rows in self._pristine.items()})
 
     def close(self) -> None:
-        """Leave the sync. The model keeps its version. Idempotent."""
+        """Leave the sync, and leave the model's weights unchanged. Idempotent."""
         self.received.close()
 
 

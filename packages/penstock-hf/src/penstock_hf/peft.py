@@ -1,4 +1,4 @@
-"""Sync of PEFT adapters: a trainer publishes an adapter without its base, and a receiver has it in a `PeftModel`.
+"""Sync of PEFT adapters: a trainer publishes an adapter without its base, and a receiver loads it into a `PeftModel`.
 
 The adapter's parameters have the names that PEFT's `save_pretrained` writes. The model may be sharded with FSDP2.
 `adapter` contains receivers that do not require PEFT.
@@ -38,9 +38,9 @@ _FREE = frozenset(
 
 
 def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return an adapter's live parameters, under the names that PEFT saves. FSDP2's DTensors stay DTensors.
+    """Return an adapter's live parameters, under the names in PEFT's saved files. FSDP2's DTensors stay DTensors.
 
-    With FSDP2, call this between training steps, because it reshards the module, as `state_dict` does. Raise
+    With FSDP2, call this between training steps, because the call reshards the module, as `state_dict` does. Raise
     ConfigError if the model does not have the adapter or the release of PEFT is not supported.
     """
     return {name: tensor.detach() for name, tensor in adapter_parameters(model, adapter).items()}
@@ -145,12 +145,12 @@ def adapter_publisher(
 ) -> AdapterPublisher:
     """Publish an adapter from this rank under a name that receivers know.
 
-    All ranks call this at the same time, and publish the same versions. Raises the same errors as `adapter_tensors` and
-    `penstock.publisher`.
+    All ranks make this call at the same time, and publish the same versions. Raises the same errors as
+    `adapter_tensors` and `penstock.publisher`.
 
     Args:
         name: name of the sync.
-        model: a `PeftModel`. If it is sharded, call `fully_shard` first.
+        model: a `PeftModel`. If the model is to be sharded, call `fully_shard` before this call.
         base: the weights that the adapter belongs to. See `adapter.base_identity`. Receivers with a different base
             reject the adapter.
         adapter: name of the adapter in the model.

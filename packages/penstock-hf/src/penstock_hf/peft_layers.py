@@ -48,8 +48,8 @@ class AdapterState:
         look_up: function that returns the current tensors to publish or fill.
 
     Attributes:
-        tensors: the last result of `look_up`. A publisher or subscriber uses this mapping, and so uses the new tensors
-            after they were moved.
+        tensors: mapping that a publisher or subscriber uses. `follow` and `require_same` update the mapping, because
+            the model's tensors may have moved.
 
     Raises:
         PlanError: the adapter's factors do not match its configuration.
@@ -66,7 +66,7 @@ class AdapterState:
     def require_same(self, *, is_used: bool) -> None:
         """Look up `tensors` again, and check that the model's layers have not changed.
 
-        This inspects the model's modules and state dict, but reads no tensor values.
+        The check inspects the model's modules and state dict, but reads no tensor values.
 
         Args:
             is_used: whether the adapter must still be active if it was active before.

@@ -13,10 +13,10 @@ from typing import Any
 
 
 def rebind(replacements: Mapping[Any, Any]) -> None:
-    """Replace every global of a loaded module whose value is a key of `replacements`.
+    """Replace every module global whose value is a key of `replacements`, in all loaded modules.
 
     Penstock's own modules are skipped. A module that is imported later gets the replacement from a module that is
-    already patched. A call takes 12 ms with transformers and diffusers loaded (4,200 modules).
+    already patched. `rebind` takes 12 ms with transformers and diffusers loaded (4,200 modules).
     """
     if not replacements:
         return

@@ -28,8 +28,8 @@ def run(
 ) -> None:
     """Start a program that reads through Penstock.
 
-    URIs then work wherever the program accepts a safetensors file, and files on network volumes are read ahead. This
-    applies to every Python process that the program starts, as soon as the process imports safetensors.
+    The program accepts a URI in place of a safetensors file, and files on network volumes are read ahead. Both apply to
+    every Python process that the program starts, as soon as the process imports safetensors.
     """
     # Check the environment variables here, so that an invalid variable does not make the program's `import safetensors`
     # fail.

@@ -1,12 +1,12 @@
 """Replaces `safetensors.safe_open` with Penstock's reader in an unmodified program.
 
-Call `install()` once in a process, or use `with installed():`. After that, `safetensors.safe_open` and the functions
+Call `install()` once in a process, or use `with installed():`. The installed `safetensors.safe_open` and the functions
 that use it (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file`) choose a reader for each
 file:
 
 - A URI that Penstock reads (`s3://`, `gs://`, `az://`, `hf://`, `http(s)://`, `file://`) gets Penstock's reader.
-- A file on a network file system that is not entirely in the page cache gets Penstock's reader, for torch or numpy. It
-  reads ahead with large reads, and its tensors own their memory.
+- A file on a network file system that is not entirely in the page cache gets Penstock's reader, for torch or numpy.
+  Penstock's reader reads ahead with large reads, and its tensors own their memory.
 - Any other file gets the original reader, which maps local files without a copy.
 
 Only `safe_open` is replaced. All other functions of safetensors are unchanged.
@@ -84,8 +84,8 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
     """Replace `safetensors.safe_open` in this process. `uninstall` undoes it.
 
     The globals of all loaded modules are replaced, and modules that are imported later get the replacement. Calls nest:
-    only the last `uninstall` restores the original. A call does not import torch, and any thread may make it. Open
-    files are not affected. Raise MissingExtra if safetensors is not installed.
+    only the last `uninstall` restores the original. `install` does not import torch, and any thread may call it.
+    Open files are not affected. Raise MissingExtra if safetensors is not installed.
 
     Args:
         replacements: additional objects to replace in the same pass. Pass the same mapping to `uninstall`.
@@ -139,8 +139,8 @@ def installed(
 def install_in_program() -> None:
     """Install the replacement permanently in a Python process of `penstock run`.
 
-    With `PENSTOCK_SAFETENSORS_LOG`, print on stderr which reader each file gets. An invalid environment variable raises
-    ConfigError.
+    If `PENSTOCK_SAFETENSORS_LOG` is set, print to stderr which reader each file gets. An invalid environment
+    variable raises ConfigError.
     """
     if Settings.read().safetensors_log:
         handler = logging.StreamHandler()
@@ -165,7 +165,7 @@ def _make(original: Any) -> Any:
 
 
 def _reason_for_penstock(filename: object, framework: object) -> str:
-    """Return the reason why Penstock reads a file, or an empty string if the original reader does."""
+    """Return the reason why Penstock reads a file, or an empty string if the original reader reads it."""
     if not isinstance(filename, str | os.PathLike):
         return ""
     text = os.fspath(filename)

@@ -1,7 +1,8 @@
 """Load transformers models through Penstock, from a hub, a directory or an object store.
 
-`from_pretrained` returns the same model as the class itself. A single process fills an empty model on the device,
-if its tensors match the checkpoint. Otherwise transformers loads the model inside `patched_libraries()`.
+`from_pretrained` returns the same model as the class's own `from_pretrained`. If the model's tensors match the
+checkpoint, a single process fills an empty model on the device. In other cases, transformers loads the model inside
+`patched_libraries()`.
 """
 
 from __future__ import annotations
@@ -70,29 +71,30 @@ def from_pretrained(
 ) -> Any:
     """Return the same model as `model_class.from_pretrained(name_or_uri, **options)`, read through Penstock.
 
-    Without a group, if the checkpoint's tensors match the model's tensors and the model is on one device, the weights
-    are read directly into the empty model. In all other cases, transformers' own code loads, merges, splits, casts,
-    quantises and shards the weights. The logger of this module reports the choice and the reason.
+    If `group` is None, the checkpoint's tensors match the model's and the model is on one device, the weights are read
+    directly into the empty model. In all other cases, transformers' own code loads, merges, splits, casts,
+    quantises and shards the weights. This module's logger reports which code loads the model, and why.
 
     Args:
         model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
         name_or_uri: `org/name[@revision]`, `hf://org/name[@revision][/folder]`, a directory, or a prefix in an object
             store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
         group: a torch.distributed group whose ranks all make this call. Each rank reads a share of the weights from
-            storage, and the ranks exchange the shares. A group also works with `tp_plan` and FSDP2, where each rank
+            storage, and the ranks exchange the shares. `group` also works with `tp_plan` and FSDP2, where each rank
             keeps only its shards.
-        memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. With a group, half of this
-            memory is used for tensors that have not been requested yet.
-        verify: whether to compare the weights with the digests in the manifest. See `penstock.load`. Without a group, a
-            model on a hub is compared with the hub's digests.
+        memory_bytes: limit in bytes for host memory during the load. See `penstock.load`. If `group` is passed, half
+            of this memory is used for tensors that have not been requested yet.
+        verify: whether to compare the weights with the digests in the manifest. See `penstock.load`. If `group` is
+            None, a model on a hub is compared with the hub's digests.
         storage_options: credentials and endpoint. See `penstock.load`.
-        progress: see `penstock.load`. The option applies only if the model is filled in place. Otherwise transformers
+        progress: see `penstock.load`. If the model is not filled in place, `progress` has no effect, and transformers
             shows its own bar.
-        trace: see `penstock.load`. The option applies only if the model is filled in place.
+        trace: see `penstock.load`. `trace` can be used only for a model that is filled in place.
         weight_cache: whether to use the processed parameters in a weight cache on this host, without a copy. If the
             cache has no parameters for the same model, options and versions, load the model and hand its parameters
             over to the cache (see `penstock.cache.cache_parameters`). The cached parameters are called `NAME.KEY`. NAME
-            is this string, or the model's name if this is True. KEY is a digest of the model, options and versions.
+            is `weight_cache`, or the model's name if `weight_cache` is True. KEY is a digest of the model, options and
+            versions.
         options: options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
             `revision`, `token` and `quantization_config`.
 
@@ -162,7 +164,7 @@ def start_from_pretrained(
 
     Raises:
         ConfigError: the checkpoint's tensors do not match the tensors of a model on one device, for example because
-            experts are merged or weights are quantised. The message states the reason. Use `from_pretrained` instead.
+            experts are merged or weights are quantised. Use `from_pretrained` instead.
         NotFound, MissingExtra: see `from_pretrained`.
         PenstockError: see `penstock.modules.load_in_background`.
     """
@@ -196,11 +198,11 @@ def start_from_pretrained(
 def weights_loader(model: Any) -> LoadFunction:
     """Return a function that loads weights into a transformers model in the same way as transformers.
 
-    Pass it to `subscriber` as `load`.
+    Pass the function to `subscriber` as `load`.
 
     The function merges experts, renames tensors and casts values like `from_pretrained` of the model's class. The
     results are copied into the model's parameters, whose addresses stay the same. A call needs memory for a second copy
-    of the tensors, unless they are on the meta device. Raise MissingExtra if transformers 5 is not installed.
+    of the tensors, unless the tensors are on the meta device. Raise MissingExtra if transformers 5 is not installed.
     """
     _check_version()
     from transformers import conversion_mapping, core_model_loading, modeling_utils
@@ -232,7 +234,7 @@ def checkpoint_shards(
 ) -> dict[str, Sequence[Shard]]:
     """Return this rank's shards of a model for `publisher`, under the checkpoint's tensor names.
 
-    Without FSDP2, the shards are the whole model.
+    If the model is not sharded with FSDP2, the result contains whole tensors.
 
     A tensor that the class has merged, such as experts, is split into views that match the checkpoint's tensors.
 
@@ -242,7 +244,7 @@ def checkpoint_shards(
         storage_options: see `penstock.load`.
 
     Raises:
-        PlanError: the class computes some weights during loading. The message names these weights.
+        PlanError: the model's class computes some weights during loading. The error message names these weights.
         MissingExtra: transformers 5 is not installed.
     """
     _check_version()
@@ -294,7 +296,7 @@ class _Plain:
     """Revision of the checkpoint."""
 
     def key(self) -> Key:
-        """Return the key of the model's processed parameters. The key covers everything that determines them."""
+        """Return the key of the model's processed parameters, which covers everything that affects the parameters."""
         from penstock_compile_cache.key import key_of
 
         # Omit the location, because the same model at a different location has the same parameters.
@@ -366,8 +368,8 @@ def _filled(
     Args:
         model_class, uri, options: See `from_pretrained`.
         arguments: Arguments for the load.
-        fill: Function that fills the empty model. The arguments are the model, a mapping from the checkpoint's tensor
-            names to the model's names, the URI and `arguments`.
+        fill: Function that fills the empty model. `fill` is called with the model, a mapping from the checkpoint's
+            tensor names to the model's names, the URI and `arguments`.
     """
     import torch
     from transformers import initialization
@@ -385,7 +387,7 @@ def _filled(
         targets, why = _targets(model, table)
         if why is not None:
             return None, why
-        # Mark the tensors as loaded. Otherwise transformers would initialise them at random below.
+        # Mark the tensors as loaded, so that transformers does not initialise these tensors at random below.
         for tensor in model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
         # Compute the buffers that are not in the checkpoint, such as rotary frequencies, as `from_pretrained` does.
@@ -537,7 +539,7 @@ def _dtype(dtype: Any) -> Any | None:
 
 
 def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:
-    """Return the model's tensor name for each tensor in the checkpoint, and None, or the reason for a mismatch."""
+    """Return the model's tensor name for each checkpoint tensor, and the reason for any mismatch, or None."""
     from transformers import conversion_mapping, core_model_loading
 
     from penstock.spi import torch_dtype, torch_shape
@@ -583,7 +585,7 @@ def _first_floating(table: TensorTable) -> Any:
 def _concrete(model_class: Any, config: Any) -> Any:
     """Return `model_class` itself, or the model class that an Auto class selects for this config.
 
-    Raise ConfigError if there is none.
+    Raise ConfigError if the Auto class has no model class for this config.
     """
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:

@@ -4,8 +4,8 @@ Each version has a separate name, id and path (`policy@7`), and no version repla
 finish on the version that they began with, and a prefix cache never mixes versions. vLLM's `load_inplace` reuses the
 id, so running requests would continue with weights of a different version.
 
-The routes of vLLM 0.32 were tested. The routes of SGLang are based on the source of 0.5.23 and were not tested. This
-module can be imported without vLLM or SGLang.
+The vLLM routes were tested with vLLM 0.32. The SGLang routes follow the source code of SGLang 0.5.23 and are untested.
+This module can be imported without vLLM or SGLang.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _LoraRoutes:
 
     Args:
         url: URL of the server.
-        token: token for the `Authorization` header. None means that the server needs no token.
-        timeout_s: deadline in seconds for one response. None means the stall deadline.
+        token: token for the `Authorization` header, or None if the server needs no token.
+        timeout_s: deadline in seconds for one response. The default is the stall deadline (`PENSTOCK_STALL_S`).
     """
 
     _load_route = ""
@@ -145,7 +145,7 @@ class VllmEngine:
     If vLLM runs its engine in a separate process, loading an adapter that vLLM refuses raises a plain Exception.
 
     Attributes:
-        requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass this request to
+        requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass one of these requests to
             `llm.generate(lora_request=...)`.
     """
 
@@ -215,10 +215,10 @@ class ServedAdapter(Closeable):
         versions are unloaded.
 
         Raises:
-            BaseMismatch: the version's base differs from the engine's. No bytes of the version were read. Versions for
-                a base that the engine no longer has are unloaded.
-            DestinationError: the engine refused the version, for the stated reason. The engine continues to serve the
-                previous version. Call `update` again.
+            BaseMismatch: the version's base differs from the engine's base. No bytes of the version were read. Versions
+                for a base that the engine no longer has are unloaded.
+            DestinationError: the engine refused the version, for the reason in the error message. The engine
+                continues to serve the previous version. Call `update` again.
             PenstockError: see `penstock.sync.Subscriber.update`.
         """
         self.check_base()
@@ -283,10 +283,10 @@ def serve_adapter(
         name: name of the sync under which a trainer publishes the adapter.
         engine: `VllmServer(url)`, `VllmEngine(llm)`, `SglangServer(url)`, or another `LoraEngine`.
         base: base of the engine. See `adapter.base_identity` and `VllmServer.synced_base`.
-        served_name: prefix of the names in the engine. Version N is loaded as `SERVED_NAME@N`. None means `name`.
+        served_name: prefix of the names in the engine. Version N is loaded as `SERVED_NAME@N`. The default is `name`.
         connection: see `penstock.subscriber`.
-        directory, keep: see `AdapterDirectory`. The engine's processes read these files. If the engine runs as a
-            different user or in a container, choose a directory that it can read.
+        directory, keep: see `AdapterDirectory`. The engine's processes read the files in `directory`. If the engine
+            runs as a different user or in a container, choose a directory that the engine can read.
     """
     if keep < 2:
         raise ConfigError(f"keep must be at least 2, not {keep}", hint="the engine may read two versions again")

@@ -80,7 +80,7 @@ class Buffers:
         step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
         size = max(1, -(-nbytes // step)) * step
         with self._changed:
-            # Of equally large buffers, use the last one used, so that surplus buffers stay unused and are freed first.
+            # Among equally large buffers, take the last one used, so that surplus buffers stay unused and are freed.
             fits = [buffer for buffer in self._kept if nbytes <= len(buffer) <= _FITS * size]
             reused = min(reversed(fits), key=len, default=None)
             if reused is not None:
@@ -91,7 +91,7 @@ class Buffers:
         return torch.empty(size, dtype=torch.uint8) if reused is None else reused
 
     def put(self, buffer: torch.Tensor) -> None:
-        """Give back a buffer from `get` for reuse. The caller must not read or write the buffer afterwards."""
+        """Give back a buffer from `get` for reuse. The caller must not read or write the buffer after this call."""
         with self._changed:
             self._kept.append(buffer)
             self._kept_bytes += len(buffer)
@@ -157,7 +157,7 @@ class ComputeBackend(Protocol):
         ...
 
     def release(self, memory: torch.Tensor) -> None:
-        """Release memory from `allocate`. The caller must not read or write it afterwards."""
+        """Release memory from `allocate`. The caller must not read or write this memory after the call."""
         ...
 
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
@@ -182,7 +182,7 @@ class ComputeBackend(Protocol):
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context in which torch computes on this backend. Copies to the host wait for the computation."""
+        """Return a context in which torch computes on this backend, and copies to the host wait for the results."""
         ...
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class CudaCompute:
     """A backend that computes on one CUDA device.
 
     Args:
-        pool: Staging buffers, pinned for the device. A buffer must not be smaller than `leaf_bytes` of `fill`.
+        pool: Staging buffers, pinned for the device. Each holds at least the `leaf_bytes` of `fill`.
         device: The device, with an index.
         device_bytes: Limit in bytes for the device memory of all tasks.
         stall_s: Deadline of a copy, in seconds.
@@ -63,7 +63,7 @@ class CudaCompute:
         """Map and pin the staging buffers.
 
         Args:
-            memory_bytes: Limit for host memory. The staging buffers use half of it, but there are at least two.
+            memory_bytes: Limit in bytes for host memory. The staging buffers, at least two, use half of this limit.
             device: The device, with an index.
             piece_bytes: Size in bytes of a staging buffer, which is rounded up to whole pages.
             num_threads: Number of threads that call `fill` or `drain`.

@@ -51,7 +51,7 @@ class Forked:
         self.pid = pid
         self._fork_server = fork_server
         self._code = -1
-        # The process is reaped only after this descriptor reports the exit, so the PID is not reused earlier.
+        # The process is reaped only after this descriptor reports the exit, so the PID is not reused before the report.
         self._pidfd: int | None = pidfd
         # The finalizer also closes the descriptor if the fork server was killed, when no exit code is available.
         self._close = weakref.finalize(self, os.close, pidfd)
@@ -67,7 +67,7 @@ class Forked:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def forget(self) -> None:
-        """Close the descriptor. Call this after the last signal or wait. Idempotent."""
+        """Close the pidfd, which `send_signal` and `wait` use. Idempotent."""
         self._close()
         self._pidfd = None
 
@@ -131,7 +131,7 @@ class ForkServer(Closeable):
             connection.close()
             raise PeerLost(f"cannot start a process: {error.strerror}") from error
         finally:
-            # Close the fork server's end. Otherwise this process would never detect that the fork server closed it.
+            # Close this process's copy of the fork server's end, so that this process detects the fork server's exit.
             theirs.close()
         return cls(connection, process)
 
@@ -150,10 +150,10 @@ class ForkServer(Closeable):
 
         Args:
             function: import path of the function.
-            arguments: JSON values, less than 64 KiB in total. Unlike command-line arguments, they are not visible to
-                other users on the host.
-            stdio: descriptors for the new process's standard input and output. If empty, the new process has no input,
-                and its output goes to stderr.
+            arguments: JSON values, less than 64 KiB in total. Other users on the host cannot see these values, although
+                they could see command-line arguments.
+            stdio: descriptors for the new process's standard input and output. If `stdio` is empty, the new process has
+                no input, and its output goes to stderr.
 
         Raises:
             PeerLost: the fork server has exited or does not respond.
@@ -204,7 +204,7 @@ def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the thread that forked it ends, even during a C call or while stopped.
 
     Args:
-        parent: PID of that thread's process. If that process has already exited, this process exits immediately.
+        parent: PID of the process that forked this one. If the parent has already exited, this process exits too.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # If the parent ended before the call above, the kernel sends no signal.
@@ -224,7 +224,7 @@ def _serve(line: socket.socket) -> None:
         if "reap" in request:
             line.send(str(os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])).encode())
             continue
-        # The read from this pipe below returns after the child has called `end_with_parent`.
+        # The child closes this pipe after it has called `end_with_parent`, and the read below then returns.
         begun, begins = os.pipe()
         pid = os.fork()
         if not pid:
@@ -274,8 +274,8 @@ def main() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    # Freeze all objects. Otherwise a garbage collection in a child would write to their headers and copy all shared
-    # pages.
+    # Freeze all objects, because a garbage collection in a child would write to the headers of unfrozen objects and
+    # copy all shared pages.
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _WorkerThread:
-    """A worker's thread and, once it has connected, its connection."""
+    """A worker's thread, and the worker's connection after the worker has connected."""
 
     thread: threading.Thread | None = None
     wire: Wire | None = None
@@ -77,7 +77,7 @@ class ThreadLauncher(Closeable):
 
 
 def _work(state: _WorkerThread, worker: str, device: str, address: str, secret: str) -> None:
-    """Run a worker until its job ends or it is killed. This function is the body of a thread."""
+    """Run a worker until its job ends or it is killed. Each worker's thread runs `_work`."""
     import torch
 
     from penstock_convert.workers.process import connect, serve

@@ -1,7 +1,7 @@
 """Launchers start and stop the workers of a job, as processes on this host or as actors in a Ray cluster.
 
 A worker on the CPU is forked from a process that has imported torch. A CUDA driver does not work after a fork, so a
-worker on a GPU imports torch and initialises the driver itself, both at the same time. In sequence, the two steps would
+worker on a GPU imports torch and initialises the driver itself, both at the same time. Doing both in sequence would
 take twice as long. Workers for GPUs start before their device is known ("prewarmed").
 
     started --import torch and the rest----------------------> work(address, worker, device, secret)
@@ -59,14 +59,14 @@ class Launcher(Protocol):
     """Starts and stops workers.
 
     Attributes:
-        listen: name or address of this host at which workers reach the coordinator. None means that all workers are on
-            this host.
+        listen: name or address of this host at which workers reach the coordinator, or None if all workers are on this
+            host.
     """
 
     listen: str | None
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """Start a worker named `worker`, which connects to `address`. Raise PeerLost if it cannot be started."""
+        """Start a worker named `worker`, which connects to `address`. Raise PeerLost if the worker cannot start."""
         ...
 
     def ended(self, worker: str) -> str | None:
@@ -115,7 +115,7 @@ class LocalLauncher(Closeable):
         return self.fork_server
 
     def _prewarm(self, fork_server: ForkServer) -> tuple[Forked, int]:
-        """Fork a process that waits for a worker's arguments. Return it and the descriptor for the arguments."""
+        """Fork a process that waits for a worker's arguments. Return the process and a descriptor for the arguments."""
         reads, writes = descriptors.opened(os.pipe)
         try:
             return fork_server.fork("penstock_convert.workers.launch:work", [], (reads, 2)), writes
@@ -173,7 +173,7 @@ class LocalLauncher(Closeable):
 
         Raise PeerLost after `RESTARTS` restarts.
 
-        The processes of a lost fork server ended with it. The coordinator detects this and replaces these workers.
+        The processes of a lost fork server ended with the fork server, and the coordinator replaces these workers.
         """
         for _ in range(RESTARTS):
             with contextlib.suppress(PeerLost):
@@ -237,7 +237,7 @@ def _count_gpus(fork_server: ForkServer) -> int:
 
 
 def exit_with_gpu_count() -> int:
-    """Return an exit code that contains the number of GPUs and that no failure uses."""
+    """Return `_COUNTED` plus the number of GPUs as the exit code, which differs from the exit code of any failure."""
     return _COUNTED + num_gpus()
 
 
@@ -285,7 +285,8 @@ class RayLauncher:
     If the cluster has no free resources for an actor, for example because a node was lost, the actor starts later.
 
     Args:
-        address: address of the cluster, as for `ray.init`. Ignored if this process is already connected to a cluster.
+        address: address of the cluster, as for `ray.init`. If this process is already connected to a cluster, the
+            address is ignored.
 
     Raises:
         MissingExtra: Ray is not installed.
@@ -356,7 +357,7 @@ class _Actor:
 
 
 def work() -> int:
-    """Run a prewarmed worker after its arguments have arrived on stdin. Return 0 if stdin is closed before that."""
+    """Run a prewarmed worker after its arguments have arrived on stdin. Return 0 if stdin closes without arguments."""
     # Initialise the driver in a separate thread. Its C call releases the GIL, so this thread can import modules.
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-early") as driver_thread:
         waking = driver_thread.submit(_wake)
@@ -378,7 +379,7 @@ def work() -> int:
 def _wake() -> list[str]:
     """Initialise the driver, wait for the arguments, create the device's context, and return the arguments.
 
-    An error here occurs again in the worker, which has a connection to report it.
+    Ignore errors of the driver, because they occur again in the worker, which reports them to the coordinator.
     """
     from penstock.cuda.driver import load_driver, ordinal
 

@@ -70,7 +70,7 @@ def connect(address: str, timeout_s: float) -> Wire:
             end_with_peer(connection, Settings.read().stall_s)
     except OSError as error:
         raise PeerLost(f"cannot reach the job's coordinator at {address}: {error.strerror or error}") from error
-    # Use no timeout from here on. A coordinator may send nothing for hours, and the connection is closed when it exits.
+    # Use no timeout for messages. A coordinator may send nothing for hours, and its exit closes the connection.
     connection.settimeout(None)
     return Wire(connection)
 
@@ -85,7 +85,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
         PeerLost: the coordinator is gone.
     """
     trace = Trace(enabled=True)
-    # Even after an error, the stack waits for running steps before it frees their memory.
+    # Even after an error, the exit stack waits for running steps before it frees the memory of these steps.
     with ExitStack() as stack:
         waking = stack.enter_context(Threads(1, "penstock-wake"))
         awake = waking.submit(_wake, device, trace)
@@ -147,11 +147,11 @@ def _wake(device: torch.device, trace: Trace) -> torch.device:
     """Return the torch device, with its context created and the digest kernels compiled.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device does not exist.
         MissingExtra: Triton is not installed.
     """
     if device.type == "cuda":
-        # Call the driver directly, because its calls release the GIL for planning. Torch uses this context later.
+        # Call the driver directly, because its calls release the GIL, so that planning runs at the same time.
         with trace.stage("context"), load_driver().entered(device.index or 0):
             pass
     resolved = resolve_device(device)
@@ -248,7 +248,7 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Conv
 def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     """Handle messages and send heartbeats until a `Stop` arrives or a task fails."""
     beat_at = time.monotonic()
-    # A failed task stops the ticket, and `_serve` then raises its error.
+    # If a task fails, the ticket stops, and `_serve` raises the error of the task.
     while not worker.ticket.stopped:
         if (now := time.monotonic()) >= beat_at:
             wire.send(_beat(worker))
@@ -284,7 +284,7 @@ def _beat(worker: Worker) -> WorkerBeat:
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     """Post tasks until None arrives or the ticket fails.
 
-    This function runs as a thread, so `guarded` passes its errors to the ticket.
+    `_post_all` is the body of a thread, so `guarded` passes errors to the ticket.
     """
     while (task := todo.get()) is not None:
         if isinstance(guarded(worker.ticket, partial(worker.post, task)), RunFailed):

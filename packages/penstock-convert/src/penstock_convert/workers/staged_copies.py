@@ -4,7 +4,7 @@
     drain:  device --copy--> staging buffer --> write
 
 Each piece uses the most recently released buffer. Only about one buffer per thread is therefore in use, and the buffers
-stay in the CPU cache. Each byte then crosses the host's memory bus once in each direction instead of three times.
+stay in the CPU cache, so that each byte crosses the host's memory bus once in each direction instead of three times.
 Source: benchmarks/results/h200x2_202611/convert.md.
 """
 
@@ -44,7 +44,7 @@ class CopyDriver(Protocol):
         ...
 
     def record(self, event: int, stream: int) -> None:
-        """Record the event behind all work that is queued on the stream."""
+        """Queue the event on the stream, after all work that is already queued."""
         ...
 
     def is_done(self, event: int) -> bool:
@@ -64,7 +64,7 @@ class StagedCopies:
         driver: driver of the device.
         device: number of the device.
         up, down: streams for copies to the device and copies from the device.
-        stall_s: deadline of a copy in seconds. The deadline of a wait for a buffer is twice as long.
+        stall_s: time limit in seconds for one copy. The time limit for getting a free buffer is `2 * stall_s`.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class StagedCopies:
         """Fill device memory with the bytes that `read` supplies.
 
         Args:
-            address, nbytes: the device memory.
+            address, nbytes: address and size in bytes of the device memory.
             read: function that is called for each piece and fills a staging buffer.
             step: size of a piece in bytes, at most the size of a staging buffer.
 
         Raises:
             DestinationError: a copy did not finish in time, or the device reported an error.
-            SourceStalled: no buffer became free.
+            SourceStalled: no buffer became free in time.
         """
         with self._driver.entered(self._device):
             for at in range(0, nbytes, step):
@@ -112,7 +112,7 @@ class StagedCopies:
     @contextmanager
     def _lent(self) -> Iterator[StagingBuffer]:
         """Lend a buffer to a `with` block. Do not release the buffer if its copy did not finish."""
-        # Wait twice as long as for a copy, so that the error of a hanging copy is raised first.
+        # Use twice the time limit of a copy, so that a hanging copy raises its error before this wait fails.
         buffer = self.pool.acquire(stall_s=2 * self._stall_s)
         try:
             yield buffer

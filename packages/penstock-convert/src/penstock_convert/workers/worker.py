@@ -46,7 +46,7 @@ from penstock_convert.workers.compute import (
 )
 
 LOCAL_READ_BYTES, DEVICE_READ_BYTES, REMOTE_READ_BYTES = 16 * MIB, 32 * MIB, 8 * MIB
-"""Size of one read in bytes. It is large, so that Python handles few reads, and small, so that several threads share a
+"""Size of one read in bytes: large enough that Python handles few reads, and small enough that several threads share a
 task. A remote read is one request. Source: benchmarks/results/h200x2_202611/convert.md;
 benchmarks/results/h100_202611/load.md."""
 DEVICE_PIECE_BYTES = 8 * MIB
@@ -74,8 +74,8 @@ class Worker(Run):
         sources: the opened sources, in the job's order.
         out: the opened output.
         device: device to compute on.
-        memory_bytes: limit in bytes for host memory: the memory of tasks on the CPU, or the staging buffers for a
-            device.
+        memory_bytes: limit in bytes for host memory, which contains the tasks' tensors on the CPU, or the staging
+            buffers for a device.
         stall_s: seconds without progress after which the run fails.
         on_began, on_done: see `OnBegan` and `OnDone`.
         trace: receives the spans.
@@ -112,7 +112,7 @@ class Worker(Run):
         both = zip(sources, job.leaf_sizes, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(file.uri) for source in sources for file in source.sources)
-        # Remote reads are larger than a few leaves. For a device, copying a few leaves at a time was not measured.
+        # Copy a few leaves at a time only on the CPU and from local files, because remote reads should be larger.
         self.copies_by_leaves = device.type == "cpu" and not remote
         cores = len(os.sched_getaffinity(0))
         self._device = device
@@ -124,7 +124,7 @@ class Worker(Run):
         self._moving = threading.Lock()
         self._fetched_bytes = 0
         self._peak_part_bytes = 0
-        # This set needs no lock. Only one thread changes it, and a thread that sees a change late runs a useless task.
+        # The set needs no lock. Only one thread changes the set. A thread that sees a change late runs a useless task.
         self._revoked: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class Worker(Run):
     def _open_backend(self) -> ComputeBackend:
         if self._device.type == "cpu":
             return HostCompute(self._memory_bytes)
-        # Import this only for a device, because it requires Triton.
+        # Import `cuda_compute` only for a device, because the module requires Triton.
         from penstock_convert.workers.cuda_compute import CudaCompute
 
         # A buffer must hold a whole leaf for the comparison with its digest. No leaf is larger than its tensor.
@@ -178,7 +178,7 @@ class Worker(Run):
         """Return the part size of a task in elements, or 0 if the task does not run in parts.
 
         Raises:
-            BudgetTooSmall: the smallest part does not fit next to the staging buffers.
+            BudgetTooSmall: the smallest part and the staging buffers together exceed the memory limit.
         """
         num_part, staged_bytes = self.job.part_elements(task, self._memory_bytes), self.backend.staged_bytes
         if not num_part or not staged_bytes:
@@ -197,7 +197,7 @@ class Worker(Run):
         self._revoked.discard(task)
 
     def revoke(self, task: int) -> None:
-        """Skip a task, or stop it at its next step. If it finishes anyway, its result does no harm."""
+        """Skip a task, or stop it at its next step. A revoked task that finishes nevertheless does no harm."""
         self._revoked.add(task)
 
     def is_revoked(self, task: int) -> bool:
@@ -211,7 +211,7 @@ class Worker(Run):
     def moved(self, nbytes: int, *, is_fetched: bool = False) -> None:
         """Count bytes read or written.
 
-        `is_fetched` means that they were read from a source without a cache, and are also counted separately.
+        If `is_fetched`, the bytes were read from a source without a cache, and are also counted as fetched bytes.
         """
         with self._moving:
             self.ticket.moved_bytes += nbytes
@@ -252,10 +252,10 @@ class Worker(Run):
 class _TaskRun:
     """A task that passes through the executors: read, compute, write.
 
-    Earlier tasks run first. The memory of an abandoned task is freed when its worker is closed.
+    Tasks that were posted earlier run first. The memory of an abandoned task is freed when its worker is closed.
 
     Args:
-        num_part: part size in elements if the task runs in parts, in a single work item. Otherwise 0.
+        num_part: part size in elements if the task runs in parts, and 0 otherwise.
     """
 
     def __init__(self, worker: Worker, task: int, num_part: int) -> None:
@@ -296,7 +296,7 @@ class _TaskRun:
         return Item(self._task, f"{verb} {self._name}", nbytes, start, finish)
 
     def _pass_on(self, executor: Executor, item: Item) -> None:
-        """Post the next item, or end the task if it was revoked."""
+        """Post the next item, or end a revoked task."""
         if self._worker.is_revoked(self._task):
             self._end()
         else:
@@ -397,7 +397,7 @@ class _TaskRun:
             self._post_compute()
 
     def _read(self, source: int, name: str, offset: int, at: int, into: memoryview) -> None:
-        """Implement `Read`. `at` is relative to `offset` in the tensor."""
+        """Implement `Read`: read the tensor's bytes from `offset + at` into `into`."""
         # Check the ticket here and in `_write_piece`, so that an item with many pieces stops soon after another error.
         self._worker.ticket.check()
         self._worker.read(source, name, offset + at, into)
@@ -461,7 +461,7 @@ class _TaskRun:
         return results
 
     def _checked(self, output: TaskOutput, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor. Raise OperationFailed unless it has the recipe's dtype and shape on the right device."""
+        """Return `tensor`. Raise OperationFailed if the tensor has a wrong dtype, shape or device."""
         # A user's function may return any object, but its bytes are written to a fixed range of the output.
         spec, (first, last) = output.spec, output.rows(start, stop)
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
@@ -477,7 +477,7 @@ class _TaskRun:
 
     @contextmanager
     def _operating(self) -> Iterator[None]:
-        """Run the operation in this context. Count progress reports, and raise every error as OperationFailed."""
+        """Count progress reports in the `with` block, and convert the operation's errors to OperationFailed."""
         token = report_to.set(self._worker.report)
         try:
             yield
@@ -503,7 +503,7 @@ class _TaskRun:
             worker.backend.drain(raw, partial(self._write_piece, file, start))
 
     def _write_piece(self, file: int, start: int, at: int, data: memoryview) -> None:
-        """Implement `Write`. `at` is relative to `start` in the file's body."""
+        """Implement `Write`: write `data` at offset `start + at` in the file's body."""
         self._worker.ticket.check()
         self._worker.out.write(file, start + at, data)
         self._worker.moved(data.nbytes)
@@ -514,7 +514,7 @@ class _TaskRun:
         self._end()
         self._worker.ended(self._task, digests)
 
-    # -- all at once, in parts
+    # -- a whole task, in parts
 
     def _compute_in_parts(self) -> None:
         """Run a whole task whose tensors do not fit in memory.
@@ -560,7 +560,7 @@ class _TaskRun:
 
     def _finish_at_once(self) -> None:
         self._end()
-        # The digests are None if the task was revoked midway. A task that was revoked later is not reported either.
+        # The digests are None if the task was revoked before its last part. Do not report a task revoked later either.
         if self._digests is not None and not self._worker.is_revoked(self._task):
             self._worker.ended(self._task, self._digests)
 

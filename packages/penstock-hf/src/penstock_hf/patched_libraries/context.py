@@ -100,13 +100,13 @@ def patched_libraries(
 
     Args:
         verify: whether to compare every streamed file with the hub's digest before any of its tensors is returned. Each
-            file then stays in host memory until its tensors are read.
-        memory_bytes: limit in bytes of the host memory for data that is read ahead. None means `PENSTOCK_MEMORY_BYTES`.
-        storage_options: `token` and `endpoint` for reading weights from the hub. These options override the
-            environment.
+            tensor of a compared file stays in host memory until the tensor is read.
+        memory_bytes: limit in bytes of the host memory for data that is read ahead, by default `PENSTOCK_MEMORY_BYTES`.
+        storage_options: `token` and `endpoint` for reading weights from the hub, which override
+            environment variables.
         group: a torch.distributed group. All ranks of the group must enter the context and load the same models. Each
-            rank reads a share of the weights from storage, and the ranks exchange the shares. `verify` then compares
-            the bytes with the digests in a manifest next to the weights, and fails without a manifest.
+            rank reads a share of the weights from storage, and the ranks exchange the shares. If `group` is set,
+            `verify=True` compares the bytes with the digests in a manifest next to the weights, which must exist.
 
     Yields:
         The report of the files that were read.
@@ -117,14 +117,15 @@ def patched_libraries(
             built-in class that the library raised.
         PeerLost: another rank of the group failed in the context, or does not respond. All ranks then raise.
 
-    The context applies to the calling thread. The context also applies to threads that have none, because libraries
-    start threads to read files. If several contexts are active, such threads use the newest context. In nested
-    contexts, the innermost context applies.
+    The context applies to the calling thread, and to threads that never entered a context, because libraries start
+    threads to read files. If several contexts are active, a thread that never entered a context uses the newest one. In
+    nested contexts, the innermost context applies.
 
-    With a group, entering and leaving the context is collective. Ranks may request tensors in different orders, request
-    only slices, or request no tensors. Half of `memory_bytes` is used for tensors that have not been requested yet. If
-    such a tensor is dropped to free memory, each rank that requests it later reads it again from storage
-    (`read_again_bytes` in the report). A rank that requests no tensor for `stall_s` no longer delays the other ranks.
+    If `group` is passed, entering and leaving the context is collective. Ranks may request tensors in different orders,
+    request only slices, or request no tensors. Half of `memory_bytes` is used for tensors that have not been requested
+    yet. If an unrequested tensor is dropped to free memory, each rank that requests this tensor later reads it again
+    from storage (`read_again_bytes` in the report). A rank that requests no tensor for `stall_s` no longer delays the
+    other ranks.
     """
     settings = Settings.read(memory_bytes=memory_bytes)
     block = _PatchedBlock(settings, storage_options or {}, verify)
@@ -216,7 +217,7 @@ class _PatchedBlock:
     ) -> SharedFile:
         """Return a file that all ranks of the group read together.
 
-        `storage_options` apply to the URI. The other arguments are those of `safe_open` after the file name.
+        `storage_options` apply to the URI. `safe_open` documents the remaining arguments.
         """
         assert self.shared is not None
         file = self.shared.open(uri, storage_options, device="cpu" if device is None else device)
@@ -226,7 +227,7 @@ class _PatchedBlock:
 
     def open(self, pointer: Pointer, *arguments: Any, **options: Any) -> Any:
         """Open the file that a pointer refers to, with the arguments of `safe_open` after the file name."""
-        # This imports torch.
+        # Import `reading` only here, because the module imports torch.
         from penstock_hf.patched_libraries.reading import StreamedFile, VerifiedFile
 
         opened = VerifiedFile if self._verify else StreamedFile
@@ -372,5 +373,5 @@ def _cause(error: BaseException) -> PenstockError | None:
 
 
 def _own_class(error: Exception) -> list[type[Exception]]:
-    """Return a list with the class of an error if a Penstock error can inherit from it, and otherwise an empty list."""
+    """Return a list with the error's class if a Penstock error can inherit from this class, or else an empty list."""
     return [type(error)] if type(error) in {OSError, ValueError, RuntimeError, KeyError, TypeError} else []

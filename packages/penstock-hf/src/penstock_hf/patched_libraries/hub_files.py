@@ -1,10 +1,10 @@
 """Replace huggingface_hub's downloads: a *pointer file* stands in for a weight file that is missing from the cache.
 
-`hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` return paths as before. For a weight file
-(`*.safetensors`) that is missing from the local cache, they return the path of a small pointer file in a private
-directory (`views`). `HubFiles.find` returns the URI with a commit that a pointer file refers to. huggingface_hub itself
-downloads all other files to the cache. Any other reader rejects a pointer file, because its first eight bytes are not a
-valid header length.
+`hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` still return paths. For a weight file
+(`*.safetensors`) that is missing from the local cache, these functions return the path of a small pointer file in a
+private directory (`views`). `HubFiles.find` returns the URI with a commit that a pointer file refers to.
+huggingface_hub itself downloads all other files to the cache. Any other reader rejects a pointer file, because its
+first eight bytes are not a valid header length.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Pointer:
 class HubFiles:
     """The downloads of one context: pointer files for weights, and the directories that contain them.
 
-    `storage_options` contains the token and the endpoint for reading weights. The arguments of a call override them.
+    `storage_options` contains the token and the endpoint for reading weights. A call's own arguments take precedence.
     """
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str]) -> None:
         self._settings = settings
         self._options = dict(storage_options)
         self._pointers: dict[str, Pointer] = {}
-        # Commits by cache directory, repository and revision, to resolve the branch that a later call names.
+        # Commits by cache directory, repository folder and revision, for lookups in the cache that name a branch.
         self._commits: dict[tuple[str, str, str], str] = {}
         self._lock = threading.Lock()
         # Paths of the pointer files in commit views. `directory` writes its pointer files to a separate directory.
@@ -117,7 +117,7 @@ class HubFiles:
     def directory(self, uri: str) -> str:
         """Return a directory with copies of the small files at a URI, and pointer files for the weight files.
 
-        An http(s) URL cannot be listed. The directory then contains the weights that the index names, and configuration
+        An http(s) URL cannot be listed, so its directory contains the weights that the index names, and configuration
         files with the usual names. Raise NotFound, PermissionDenied or SourceUnavailable if the storage cannot be read.
         """
         settings, options = self._settings, self._options
@@ -235,7 +235,7 @@ class HubFiles:
         if commit is None and _COMMIT.fullmatch(revision):
             commit = str(revision)
         if commit is None and hasattr(HfApi, "resolve_revision"):
-            # Like a download, this also records the branch's commit in the cache, for later use without a network.
+            # Like a download, `resolve_revision` records the branch's commit in the cache, for later use offline.
             sent = options.get("token", token)
             api = HfApi(endpoint=options.get("endpoint"), token=False if sent == "" else sent)
             commit = api.resolve_revision(
@@ -274,7 +274,7 @@ class HubFiles:
         return self._directory_of(repository.cache_dir, repository.folder, repository.commit)
 
     def _make_root(self) -> Path:
-        """Return the directory in which `directory` creates its results. Create it on first use."""
+        """Return the parent of the directories that `directory` returns, and create the parent if it does not exist."""
         with self._lock:
             if self._root is None:
                 self._root = make_directory()
@@ -340,7 +340,7 @@ def _text_of(pointer: Pointer) -> bytes:
 
 
 def _may_stream(given: Mapping[str, Any]) -> bool:
-    """Return whether a call may return pointer files, because its arguments allow the use of network and cache."""
+    """Return whether a call's arguments allow pointer files, which require the network and the cache."""
     from huggingface_hub import constants
 
     is_online = not (given.get("local_files_only") or constants.HF_HUB_OFFLINE)
@@ -359,7 +359,7 @@ def _place(given: Mapping[str, Any]) -> tuple[str, str]:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """If an error of huggingface_hub caused a Penstock error, raise the original, because libraries handle it."""
+    """If an error of huggingface_hub caused a Penstock error, raise the original error, which libraries handle."""
     try:
         yield
     except PenstockError as error:
@@ -375,7 +375,7 @@ def _short_name(text: str) -> str:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Return the path for a name in a directory. Raise FormatError if a malicious name would lead outside."""
+    """Return the path for a name in a directory. Raise FormatError if the name leads outside the directory."""
     if not name or name.startswith("/") or ".." in name.split("/"):
         raise FormatError(f"the file name {name[:200]!r} is outside its directory")
     return directory / name

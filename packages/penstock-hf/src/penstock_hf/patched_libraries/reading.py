@@ -1,7 +1,7 @@
 """Read a hub's weight files through the interface of safetensors, in the order in which libraries request tensors.
 
 transformers first requests a slice object for every tensor, and then reads the slices in the natural order of their
-names (2 before 10). When the first slice is read, the file tells its reader this order, so that tensors are read ahead.
+names (2 before 10). The first read of a slice tells the reader this order, so that the reader reads tensors ahead.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _AnnouncingSlice(SafeSlice):
 class VerifiedFile:
     """A file on a hub that is read completely and compared with its digest before any tensor is returned.
 
-    Each tensor stays in memory until it is read or the file is closed, so the whole file needs memory at first.
+    The first read needs memory for the whole file. Each tensor stays in memory until it is read or the file is closed.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class VerifiedFile:
         return self._header.metadata()
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor. Raise NotFound if the file does not contain the tensor, or if it was already read.
+        """Return a tensor. Raise NotFound if the file does not contain the tensor or the tensor was already read.
 
         The first call reads the file, and raises the same errors as `penstock.load`.
         """
@@ -128,7 +128,7 @@ class VerifiedFile:
     def get_part(self, name: str, index: Any) -> Any:
         """Return the slice of a tensor that `index` selects in torch. Raises the same errors as `get_tensor`.
 
-        A whole tensor is returned without a copy and then removed from memory here. A slice is a copy, because a
+        A whole tensor is returned without a copy, and this object no longer holds it. A slice is a copy, because a
         program may read several slices of the same tensor.
         """
         with self._lock:

@@ -27,7 +27,7 @@ class ProcessViews:
 
     @property
     def root(self) -> Path:
-        """Return the directory for all views. Create it on first use, and remove it when the process exits."""
+        """Return the directory for all views, which is created on first use and removed when the process exits."""
         with self._lock:
             return self._make_root()
 

@@ -107,9 +107,9 @@ class FileStreamer:
             file_stream_requests: the ranges to read, all from local files or all from the same kind of object store.
             credentials: credentials that override the environment.
             device: device of the yielded tensors.
-            memory_limit: maximum number of bytes that are read but not yet consumed. A single range may be larger.
-            owned: if True, the caller owns each range. If False, a range on the CPU is valid until the next range is
-                yielded, because its memory is reused.
+            memory_limit: maximum number of bytes that are read but not yet consumed. A range may exceed the limit.
+            owned: if True, the caller owns each range. If `owned` is False, a range on the CPU is valid until the next
+                range is yielded, because its memory is reused.
 
         Raises:
             ValueError: this is called outside a `with` block, the previous stream was not read to its end, the paths
@@ -223,7 +223,7 @@ class FileStreamer:
 
 
 class DistributedStreamer:
-    """A `FileStreamer` whose `stream_files` also accepts `is_distributed`. The argument has no effect."""
+    """A `FileStreamer` whose `stream_files` also accepts `is_distributed`, but ignores this argument."""
 
     # Only `SafetensorsStreamer` divides reads between ranks.
 

@@ -140,7 +140,7 @@ def pull_files(
 
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
-    """Download one object to a path. The file appears there only when it is complete."""
+    """Download one object to a path. The file appears at the path only when the file is complete."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     try:
         download_files({uri: part}, settings=Settings.read(), storage_options=options)
@@ -154,8 +154,8 @@ class ObjectStorageModel:
     """A model's files, downloaded once into a directory that the processes on a host share. A context manager.
 
     The first process downloads the files, and other processes wait for it. If the download fails, the next process
-    downloads again. The lock file is next to the directory `dir`, and a marker file inside shows that the directory is
-    complete. `with` or `pull_files` acquires the lock. A `model_path` outside object stores raises ValueError.
+    downloads again. The lock file is next to the directory `dir`, and a marker file in `dir` shows that `dir` is
+    complete. `pull_files` and `with` acquire the lock. A `model_path` outside an object store raises ValueError.
     """
 
     SENTINEL_NAME = ".runai_complete"
@@ -179,7 +179,7 @@ class ObjectStorageModel:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._mark.exists():
-                # Release the shared lock first. Otherwise two processes with shared locks would wait for each other.
+                # Release the shared lock before the exclusive lock, because two shared locks would deadlock.
                 fcntl.flock(lock, fcntl.LOCK_UN)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self._is_whole = self._mark.exists()

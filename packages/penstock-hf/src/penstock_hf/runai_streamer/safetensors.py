@@ -88,7 +88,7 @@ class SafetensorsStreamer:
 
     Attributes:
         files_to_tensors_metadata: the tensors in each file in file order, by the index of the file's path.
-        total_size: total size of these tensors in bytes.
+        total_size: total size of the tensors in the metadata, in bytes.
         device_str: the requested device.
     """
 
@@ -136,7 +136,7 @@ class SafetensorsStreamer:
         tensor_names: Collection[str] | None = None,
         owned: bool = True,
     ) -> None:
-        """Read the headers of `paths`. Then `get_tensors` yields their tensors.
+        """Read the headers of the files at `paths`, whose tensors `get_tensors` yields.
 
         Args:
             paths: local paths or s3://, gs://, az:// URIs.
@@ -145,9 +145,9 @@ class SafetensorsStreamer:
             is_distributed: whether each rank reads only a share of the bytes, although every rank yields every tensor.
                 torch.distributed must be initialised with a backend for the device. RUNAI_STREAMER_DIST has the same
                 meaning as in the original: "auto" divides reads only with NCCL.
-            tensor_names: names of the tensors to yield. None means all tensors.
-            owned: if True, the caller owns each tensor. If False, a tensor on the CPU is valid until the next tensor is
-                yielded, because its memory is reused.
+            tensor_names: names of the tensors to yield, or None for all tensors.
+            owned: if True, the caller owns each tensor. If `owned` is False, a tensor on the CPU is valid until the
+                next tensor is yielded, because its memory is reused.
 
         Raises:
             ValueError (also a PenstockError): a file is missing, malformed or truncated, or a name in `tensor_names` is
@@ -245,7 +245,7 @@ class _SharedMemory:
 
 
 def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
-    """Read a file's header. If this fails, put the original library's message in front of the error message."""
+    """Read a file's header. If the header is invalid, begin the error message with the original library's message."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(timed_source(source, path, settings))
@@ -307,7 +307,7 @@ def _get_actual_file_size(path: str) -> int | None:
 def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes: int | None) -> None:
     """Raise FormatError (also a ValueError) if a file has a different length than its header declares.
 
-    An `actual_bytes` of None is not checked.
+    If `actual_bytes` is None, the length is not checked.
     """
     # The original's tests and tools call this function. In Penstock, `read_header` makes the same check for every file.
     fault = None if actual_bytes is None else _length_fault(expected_total_bytes, actual_bytes)

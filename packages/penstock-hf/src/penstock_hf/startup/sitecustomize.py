@@ -1,8 +1,8 @@
 """Install Penstock's replacement when a Python process of `penstock run` imports safetensors.
 
-Python runs this file when it starts, because the file's directory is on PYTHONPATH. The file adds a hook for `import
+Python runs this file at startup, because the file's directory is on PYTHONPATH. The file adds a hook for `import
 safetensors`, and then runs the program's own `sitecustomize`. The file imports only modules that Python has already
-loaded. Python does not run this file if it is started with `-S`, `-I` or `-E`.
+loaded. An interpreter with the option `-S`, `-I` or `-E` does not run this file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Finder:
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "safetensors":
             return None
-        # Keep this finder after a search, because a program may search for safetensors many times before it imports it.
+        # Keep this finder after a search, because a program may search for safetensors often before the import.
         for finder in sys.meta_path:
             # Skip finders without `find_spec`, as Python itself does.
             find_spec = None if finder is cls else getattr(finder, "find_spec", None)
