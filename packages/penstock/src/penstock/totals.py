@@ -9,7 +9,7 @@ from penstock.lifecycle import release_after_fork
 
 
 class Total:
-    """A sum that only grows. Thread-safe. Use it for events that take a millisecond or more, not for single rows."""
+    """A thread-safe sum that only grows, for events that take a millisecond or more, not for single rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

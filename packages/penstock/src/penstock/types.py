@@ -51,7 +51,7 @@ class DType(enum.StrEnum):
 
     @property
     def bits(self) -> int:
-        """Return the number of bits in one element. Packed types have 4 or 6."""
+        """Return the number of bits in one element, which is 4 or 6 for packed types."""
         return _BITS[self]
 
 
@@ -141,7 +141,7 @@ class TensorTable:
         return iter(self.names)
 
     def take(self, rows: Sequence[int]) -> TensorTable:
-        """Return a table with these rows, in this order."""
+        """Return a table with the given rows, in the given order."""
         at = np.asarray(rows, dtype=np.int64)
         return TensorTable(
             names=tuple(self.names[i] for i in rows),
@@ -171,7 +171,7 @@ class Manifest:
     """The immutable description of a weight set.
 
     `leaves` contains XXH3-64 digests in the order of `tensors`: one for each run of `leaf_bytes` bytes in a tensor. The
-    last run of a tensor may be shorter, and an empty tensor has no leaf. None means that no digest was computed.
+    last run of a tensor may be shorter, and an empty tensor has no leaf. `leaves` is None if no digest was computed.
     """
 
     files: tuple[FileEntry, ...]

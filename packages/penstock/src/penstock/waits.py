@@ -1,7 +1,7 @@
 """Waits that are aborted when their call exits early because of an error, Ctrl-C, or a signal handler that raises.
 
-A call such as `load` waits for the network in many threads. If it exits early, its threads must not wait for a server's
-deadline. The threads therefore share a `Scope`, in which each wait registers a function that aborts it.
+A call such as `load` waits for the network in many threads. If the call exits early, its threads must not wait for a
+server's deadline. The threads therefore share a `Scope`, in which each wait registers a function that aborts it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scope:
             return self._next
 
     def remove(self, number: int | None) -> None:
-        """Remove a wait. After this call its `end` is not running and will not be called."""
+        """Remove a wait. After `remove`, the wait's `end` is not running and will not be called."""
         if number is not None:
             with self._lock:
                 self._ends.pop(number, None)
@@ -215,12 +215,12 @@ class Threads:
     """A thread pool for the calls in one block, with the methods of `concurrent.futures.Executor`.
 
     The end of the block waits for the calls. An error aborts the waits of the running calls and drops the queued calls.
-    If no thread can be started, `submit` makes the call in the calling thread. Unlike the pool of the standard library,
-    it also works while the interpreter shuts down.
+    If no thread can be started, `submit` makes the call in the calling thread. Unlike the standard library's pool,
+    `Threads` also works while the interpreter shuts down.
 
     Args:
-        waits_for_calls: after an error, wait for the running calls without a time limit. Otherwise a call that cannot
-            be aborted may continue after the block (see `JOIN_S`), so it must not use memory that the caller frees.
+        waits_for_calls: after an error, wait for the running calls without a time limit. If `waits_for_calls` is False,
+            a call that cannot be aborted may outlive the block (`JOIN_S`) and must use no memory that the caller frees.
     """
 
     def __init__(self, num_threads: int, thread_name_prefix: str, *, waits_for_calls: bool = False) -> None:
@@ -314,7 +314,7 @@ class _Call:
 
 
 def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
-    """Start a thread. If it cannot start, raise DestinationError, or return False if `is_needed` is False."""
+    """Start a thread. On failure, raise DestinationError, or return False if `is_needed` is False."""
     try:
         thread.start()
     except RuntimeError as error:

@@ -53,7 +53,7 @@ class PublishReport(Summarised):
     `VersionRefused`."""
 
     def summary(self) -> str:
-        """Return a summary of one or a few lines."""
+        """Return a summary in one or a few lines."""
         # `penstock status` finds a member by the first eight digits of its id.
         head = f"{self.name} version {self.version}: {bytes_text(self.nbytes)} here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
@@ -117,7 +117,7 @@ class UpdateReport(Summarised):
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:
-        """Return a summary of a few lines."""
+        """Return a summary in a few lines."""
         lines = [
             f"{self.name} version {self.version}: {bytes_text(self.nbytes)} in {self.wall_s:.3f} s: plan "
             f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "

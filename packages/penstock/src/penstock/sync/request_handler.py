@@ -1,4 +1,4 @@
-"""The request handler of a sync member. It serves the member's map, digests, planned parts and progress to peers.
+"""The request handler of a sync member, which serves the member's map, digests, planned parts and progress to peers.
 
 `POST /v1/sync` opens a session. `SyncHandler._get` and `_post` list the routes below `/v1/sync/SESSION`. A client
 repeats a request whose connection broke. All requests are idempotent except `pack`. A repeated `pack` uses a second
@@ -191,7 +191,7 @@ class SyncHandler:
 
     def _pack(self, request: messages.PackRequest) -> messages.PackReply:
         served = self._served()
-        # Release buffers first, because the caller may get the buffer that it has just read.
+        # Release buffers first, because the caller may receive a buffer that this request releases.
         served.hold_packed((), request.release)
         strips = self._known_strips(request)
         if strips is None:

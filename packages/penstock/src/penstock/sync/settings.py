@@ -15,11 +15,11 @@ class PublisherSettings:
     """The buffers of a publisher, for the argument `settings` of `publisher`.
 
     Attributes:
-        arena: whether the parameters are first moved into one arena per device (`memory.rehome`), so that peers reach
-            them with one registration. The transport `shm` needs this to reach host memory.
+        arena: whether the parameters are moved into one arena per device (`memory.rehome`), so that peers reach them
+            with one registration. The transport `shm` reaches host memory only in arenas.
         memory_bytes: limit in bytes for a snapshot's copy and the transformed tensors together. None means no limit.
         pack_bytes: limit in bytes for device memory into which runs below 8 KiB, such as columns of a tensor, are
-            packed for receivers on other hosts. With 0, receivers read such runs one by one.
+            packed for receivers on other hosts. If `pack_bytes` is 0, receivers read short runs one by one.
 
     Raises:
         ConfigError: a field has the wrong type, or is not a number of bytes.
@@ -51,11 +51,11 @@ class SubscriberSettings:
     """The buffers of a subscriber, for the argument `settings` of `subscriber`.
 
     Attributes:
-        arena: whether the target is first moved into one arena per device. See `PublisherSettings`.
+        arena: whether the target is moved into one arena per device. See `PublisherSettings`.
         memory_bytes: limit in bytes for the staging copy, or in direct mode for bytes that are read and not yet
             verified. None means the default.
-        serve: whether other receivers may read from this process between updates. Use False for engines that change
-            weights in place.
+        serve: whether other receivers may read from this process between updates. Set `serve=False` for engines that
+            change weights in place.
 
     Raises:
         ConfigError: a field has the wrong type, or is not a number of bytes.

@@ -57,7 +57,7 @@ _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shard
 def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardRow, ...]:
     """Return the rows of all tensors on a rank, which view the live memory and keep it alive.
 
-    With FSDP2, call it between steps, because it reshards the module, as `state_dict` does.
+    A module with FSDP2 is resharded, as by `state_dict`, so call `declared` between steps.
 
     Args:
         params: a module (its parameters and persistent buffers, tied parameters under each name), or tensors by name:
@@ -94,7 +94,7 @@ def row_of(
     try:
         form = _form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:
-        # `_form_of` is cached and does not know the name.
+        # `_form_of` is cached and does not receive the tensor's name, so add the name here.
         error.tensor = name
         raise
     return ShardRow(name=name, tensor=tensor, form=form)

@@ -163,7 +163,7 @@ _refused_in = 0
 def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[str] | None = None) -> MetricsEndpoint:
     """Serve the metrics of this process for Prometheus, until the endpoint is closed or the process ends.
 
-    Counting begins with this call. Without a call, the first journey starts the endpoint if `PENSTOCK_METRICS` is set.
+    The endpoint and counting start with this call, or with the first journey if `PENSTOCK_METRICS` is set.
 
     Args:
         listen: `host:port`, where port 0 means any free port, or `host:first-last` for the first free port in a range.
@@ -201,7 +201,7 @@ def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
 
 
 def start_configured() -> None:
-    """Serve the configured metrics unless this process already does. Log a warning on failure.
+    """Serve the configured metrics, unless this process already serves metrics. Log a warning on failure.
 
     Raises:
         ConfigError: the environment has an address but no token.

@@ -51,15 +51,15 @@ class Journey:
 
     Args:
         kind: one of `metrics.JOURNEYS`.
-        model: name of the model or the sync. Empty if the journey has no name, as for a load.
+        model: name of the model or the sync, or an empty string if there is no name, as for a load.
         attributes: initial attributes of the span.
 
     Attributes:
-        received: returns the number of bytes received so far. The scrape's thread also calls it.
+        received: function that returns the bytes received so far, which the scrape's thread also calls.
         num_wrong: number of digest mismatches.
         num_retries: number of replaced sources or repeated attempts.
-        outcome: data from the report. None unless the journey succeeded.
-        ended: how the journey ended, for the metrics. None while the journey is running.
+        outcome: data from the journey's report, or None unless the journey succeeded.
+        ended: how the journey ended, for the metrics, or None while the journey is running.
     """
 
     def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:

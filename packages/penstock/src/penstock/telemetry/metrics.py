@@ -1,6 +1,6 @@
 """The metrics of a process that moves weights: their table and their values.
 
-Chunks are never counted one by one. Sums come from the reports of finished journeys. The other values are read from
+Chunks are never counted one by one. Sums come from the reports of finished journeys. All other metrics are read from
 running journeys and live objects during a scrape. Only a process that serves metrics imports prometheus-client.
 """
 

@@ -1,8 +1,8 @@
 """Synthetic, deterministic checkpoints with realistic shapes, for tests, the demo and the benchmarks.
 
-They are safetensors files in the ecosystem's layout (shards, index). A Llama checkpoint without FP8 tensors also gets a
-`config.json`, so that engines can serve it, but its output is random. `storage.safetensors` does not write these files,
-because they test it.
+The checkpoints are safetensors files in the ecosystem's layout (shards, index). A Llama checkpoint without FP8 tensors
+also gets a `config.json`, so that engines can serve it, but its output is random. `storage.safetensors` does not write
+these files, because the files test that module.
 """
 
 from __future__ import annotations
@@ -130,21 +130,21 @@ def write_llama(
     shards: int = 2,
     seed: int = 0,
 ) -> list[Path]:
-    """Write a Llama-like checkpoint in BF16, with an FP8 MLP if `fp8`. Without `fp8`, engines can serve it.
+    """Write a Llama-like checkpoint in BF16, with an FP8 MLP if `fp8`. Engines can serve a checkpoint without FP8.
 
     Args:
         directory: created if it does not exist. Files with the same names are replaced.
-        total_bytes: approximate size. Replaces `num_layers`, `hidden`, `intermediate` and `vocab`.
+        total_bytes: approximate size, which replaces `num_layers`, `hidden`, `intermediate` and `vocab`.
         num_layers: number of decoder layers.
         hidden: hidden size, a multiple of 32.
-        intermediate: MLP size. None means 4 x hidden.
+        intermediate: MLP size, or None for 4 x `hidden`.
         vocab: number of rows in the embedding and in the head.
         fp8: write the MLP as F8_E4M3 with F32 `weight_scale_inv`.
         shards: number of files. A single file is called `model.safetensors` and has no index.
         seed: changes the values but not the shapes.
 
     Returns:
-        The shards in order. With several shards, `model.safetensors.index.json` is next to them.
+        The shards in order. Several shards have the index `model.safetensors.index.json` in the same directory.
     """
     if total_bytes is None:
         wide = 4 * hidden if intermediate is None else intermediate

@@ -1,6 +1,6 @@
 """A small HTTP/1.1 range server with injected faults, for tests and benchmarks.
 
-It serves a directory or a mapping from names to bytes, and records every request and the bytes sent.
+The server serves a directory or a mapping from names to bytes, and records every request and the bytes sent.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class Sent:
 
 
 class RangeServer:
-    """Serves files or bytes on a free port while its `with` block runs. Supports range and conditional requests.
+    """An HTTP server of files or bytes on a free port, as a context manager. Supports range and conditional requests.
 
     Args:
         content: a directory, or a mapping from names to bytes. Names have no leading `/`.
         faults: initial faults. `faults` may be set again at any time.
-        tls: a server-side context. The URL is then https://.
+        tls: a server-side context, which makes the URL begin with `https://`.
         host: address to listen on. There is no access control.
     """
 
@@ -182,7 +182,7 @@ class RangeServer:
             self._faults, self._suffered = faults, 0
 
     def replace(self, name: str, data: bytes) -> None:
-        """Replace the bytes of `name`, with a new ETag, from the next request on. Only for a server with a mapping."""
+        """Replace the bytes of `name` in the served mapping, with a new ETag, from the next request on."""
         descriptor = os.memfd_create("range-server")
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(data)

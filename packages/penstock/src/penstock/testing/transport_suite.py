@@ -1,6 +1,6 @@
 """The conformance suite for `transport.protocol.Transport`. Subclass `TransportTests`, implement `make()`, run pytest.
 
-For device memory, override `allocate`, `write` and `read` too.
+To test device memory, also override `allocate`, `write` and `read`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class TransportTests:
             _raised(Cancelled, lambda: self.fetch(receiver, into, handle.descriptor, [(0, 0, 1)]))
 
     def test_close_releases_registrations(self) -> None:
-        """Check that after one or two closes nothing can be registered, and the transport's descriptors are stale."""
+        """Check that a transport closed once or twice registers nothing, and that its descriptors are stale."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             third = self.make()
             third.close()

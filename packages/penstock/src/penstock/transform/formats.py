@@ -71,7 +71,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(_formats)
 def register_format(form: Format) -> None:
     """Register a format in this process, so that conversions and syncs accept its tag.
 
-    Its `scaling` selects the computation. The CPU and a device store the same bits.
+    The format's `scaling` selects the computation. The CPU and a device store the same bits.
 
     Raises:
         ConfigError: the tag is malformed or used by a different format, or the kernels cannot store such blocks.
@@ -211,7 +211,7 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
 
 
 def _mxfp8(tag: str, scaling: Scaling) -> Format:
-    """Return the MXFP8 format. Engines decode it in the same way for both roundings of its exponents.
+    """Return an MXFP8 format. Engines decode both roundings of the exponents in the same way.
 
     Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`. `-floor`: OCP
     Microscaling Formats 1.0, section 6.3, whose exponent clamps the largest eighth of a block's range.
@@ -304,7 +304,7 @@ def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Bo
 
 
 def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return, per dim, the multiple at which a box can end without cutting a block, other than at the tensor's end."""
+    """Return a multiple per dim: a box whose edges are such multiples, or the tensor's edges, cuts no block."""
     if form.scaling == "none":
         return (1,) * len(shape)
     rows, cols = (max(1, n) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
@@ -359,7 +359,7 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
     """Return the tensors that a format stores for one tensor, codes first, with the boxes that are computed from `box`.
 
     Raises:
-        PlanError: the tensor cannot be stored in the format, or the box cuts blocks. The hint names a wider box.
+        PlanError: the tensor cannot be stored in the format, or the box cuts blocks (the hint gives a wider box).
     """
     check(form, name, dtype, shape, box)
     if (wide := widened(form, shape, box)) != box:

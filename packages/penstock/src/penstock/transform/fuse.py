@@ -76,7 +76,7 @@ class _LaunchTiles:
 class Fusion:
     """Jobs that are laid out for the kernels, to be run whenever the sources have changed.
 
-    It holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.
+    A `Fusion` holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.
     """
 
     form: Format
@@ -88,8 +88,8 @@ class Fusion:
     def run(self) -> None:
         """Fill every output from the current values of its source.
 
-        On a device this is asynchronous on the current stream, with one launch for each kind of source (dtype,
-        alignment) and one more where whole tensors are measured. On the CPU the outputs are complete when it returns.
+        On the CPU the outputs are complete when `run` returns. On a device this is asynchronous on the current stream,
+        with one launch for each kind of source (dtype, alignment) and one more where whole tensors are measured.
         """
         if not self.groups:
             for job in self.jobs:
@@ -144,8 +144,8 @@ class Fusion:
 def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
     """Lay out jobs with one format on one device.
 
-    The table is copied from pinned memory on the current stream. Another stream must wait for that copy before it runs
-    the returned `Fusion`.
+    The table of a `Fusion` is copied from pinned memory on the current stream. A different stream must wait for the
+    copy of the table before it runs the returned `Fusion`.
 
     Raises:
         PlanError: the format does not accept a source, an output does not match the format, or the devices differ.
@@ -244,7 +244,7 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
 
 
 def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _LaunchTiles:
-    """Return the launch. Its table lists the columns and first tile of each matrix, and the matrix of each tile."""
+    """Return the launch, whose table lists the columns and first tile of each matrix, and the matrix of each tile."""
     tile_rows, tile_cols = _tile(form, key.flat)
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across

@@ -1,7 +1,7 @@
-"""Reference implementation of the formats with torch, on any device. The kernels give the same bits.
+"""Reference implementation of the formats with torch, on any device. The Triton kernels give the same bits.
 
 Every number is FP32 and every step is one IEEE operation rounded to nearest even, so the bits are the same everywhere.
-The amax of a block is its largest magnitude, and at least TINY where it is a divisor.
+The amax of a block is its largest magnitude, and at least TINY where the amax is a divisor.
 
     amax   scale = amax / 448                                  code = E4M3(clamp(x * (1 / scale)))
     pow2   scale = 2^ceil(log2(amax / 448))                    code = E4M3(clamp(x * (1 / scale)))
@@ -11,10 +11,10 @@ The amax of a block is its largest magnitude, and at least TINY where it is a di
     nv     scale = E4M3(clamp(G * (amax / 6))), at least 2^-9  code = E2M1(x * (G / scale)), G = 2688 / tensor's amax
 
 up(amax) is floor(log2(amax)), plus one if amax is at least 1.75 * 2^floor(log2(amax)), so that amax / scale stays below
-448. The floor alone clamps such values, which raises the RMS error of normal weights from 0.0266 to 0.0293.
+448. `mx_floor` never adds one and clamps values, which raises the RMS error of normal weights from 0.0266 to 0.0293.
 
-A value is code * scale, and in NVFP4 code * (scale / G). A block with a NaN or an infinity gets a NaN scale (255 in
-E8M0) and NaN codes (0 in E2M1, which has no NaN). In NVFP4 this applies to the whole tensor.
+A value is code * scale, and in NVFP4 code * (scale / G). A block (in NVFP4, a tensor) with a NaN or an infinity gets a
+NaN scale (255 in E8M0) and NaN codes (0 in E2M1, which has no NaN).
 
 Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8`. OCP Microscaling Formats 1.0, section 6.3 (`mx_floor`).
 compressed-tensors 0.20, `generate_mx_scales` (`mx`), `calculate_qparams` and `generate_gparam`. compressed-tensors
@@ -77,7 +77,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
-    """Return the dtype of a tensor. Raises PlanError if no format reads or stores it."""
+    """Return the dtype of a tensor. Raises PlanError if no format reads or stores this dtype."""
     try:
         return _DTYPE[tensor.dtype]
     except KeyError:
@@ -90,7 +90,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     Args:
         source: tensor with any strides.
         amax: largest magnitude in the whole tensor as one float32, for a format with a scale for the whole tensor. If
-            None, it is measured in `source`.
+            `amax` is None, the largest magnitude is measured in `source`.
 
     Raises:
         PlanError: the format does not accept this dtype or shape.
@@ -125,7 +125,7 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
 
 
 def magnitude(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of |x| in FP32 as int32. They sort like the numbers, followed by infinity and NaN."""
+    """Return the bits of |x| in FP32 as int32, which sort like the numbers, followed by infinity and NaN."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
@@ -161,17 +161,17 @@ def _scales(
 
 
 def whole_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4's scale for a tensor. It maps the largest magnitude to the product of the largest code and scale."""
+    """Return NVFP4's tensor scale, which maps the largest magnitude to the largest code times the largest scale."""
     return torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax.clamp(min=TINY)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide by a number as a tensor, because torch multiplies by the inverse of a plain number, which rounds twice."""
+    """Divide by `divisor` as a tensor. For a plain number, torch multiplies by the inverse, which rounds twice."""
     return values / torch.full_like(values, divisor)
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round numbers within the range of E4M3 to E4M3. Beyond that range, torch versions differ."""
+    """Round numbers within the range of E4M3 to E4M3. Outside the range of E4M3, torch versions differ."""
     return values.to(torch.float8_e4m3fn)
 
 

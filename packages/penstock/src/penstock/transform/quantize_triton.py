@@ -4,7 +4,7 @@ The table lists matrices by raw address, and each program handles one tile of a 
 launches the kernels.
 
     quantise_tiles   block formats: blocks of BLOCK_ROWS x BLOCK_COLS within a tile, or whole rows, read twice
-    measure_tiles    the largest magnitude of a whole tensor, for the format that has a scale for all of it
+    measure_tiles    the largest magnitude of a whole tensor, for the format with a scale per tensor
     cast_tiles       casts
 
 BF16 is widened by shifting its bits. E4M3 is also rounded in software where the processor cannot round it: before

@@ -45,7 +45,7 @@ Tensor = tuple[str, DType, tuple[int, ...]]
 def reasons(
     form: Format, tensors: Sequence[Tensor], *, keep: Sequence[str] = KEEP, only: Sequence[str] = ("*.weight",)
 ) -> dict[str, str]:
-    """Return why each tensor stays unchanged. An empty reason means that it is quantised.
+    """Return why each tensor stays unchanged, or an empty string for a tensor that is quantised.
 
     Args:
         keep: shell patterns of names that stay unchanged.
@@ -72,8 +72,8 @@ def reasons(
 def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
     """Return the last name segments of modules whose weights are stored as [in, out], like GPT-2's Conv1D.
 
-    A bias has one number per output, so a bias as long as the second dim reveals this order. All modules with the same
-    last segment are assumed to share it, because a square weight does not reveal its order.
+    A bias has one number per output, so a bias whose length is the second dim reveals the order [in, out]. All modules
+    with the same last segment are assumed to have the same order, because a square weight does not reveal its order.
     """
     shapes = {name: shape for name, _, shape in tensors}
     modules = set()

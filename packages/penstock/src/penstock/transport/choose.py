@@ -36,9 +36,9 @@ class TransportSetup:
     """Settings with which a transport is opened.
 
     Attributes:
-        listen: `host:port` at which other hosts reach this one. None means this host only.
-        tls: context for serving. None means no TLS.
-        trust: context for reading. None means the system's checks of certificates.
+        listen: `host:port` at which other hosts reach this host, or None for this host only.
+        tls: TLS context for serving, or None for no TLS.
+        trust: TLS context for reading, or None for the system's trusted certificates.
         is_named: whether the user allowed this transport by name.
     """
 
@@ -54,18 +54,18 @@ class TransportKind:
 
     Attributes:
         name: name in descriptors, reports and `ConnectionSettings.transports`.
-        open: opens the transport for this process and is called once. It raises ConfigError or MissingExtra if this
-            process cannot use the transport, with a message for the user.
-        reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
-            boot of one kernel, for one user and one runtime directory. Two containers are one host if both mount this
-            directory.
+        open: function that opens the transport for this process, called once. `open` raises ConfigError or
+            MissingExtra, with a message for the user, if this process cannot use the transport.
+        reach: the farthest peer whose memory the transport reads: in this process, on this host, or on any host. A host
+            is one boot of one kernel, for one user and one runtime directory. Two containers are one host if both mount
+            the same runtime directory.
         rank: of the transports that both processes have, the one with the lowest rank is used. Penstock's transports
             have loopback 0, cuda_ipc 10, shm 20, nixl 30 and http 40.
         unless: returns the reason not to open the transport with this setup, or an empty string.
         unless_peer: returns the reason not to read this memory of a peer, given our handle and the peer's descriptor,
-            or an empty string. If there is a reason, the next transport is tried. The function must be quick, since it
-            is called for each pair of regions before the first read. An error of `post_read` or `wait` ends the use of
-            the peer with any transport.
+            or an empty string. If `unless_peer` returns a reason, the next transport is tried. `unless_peer` must be
+            quick, since it is called for each pair of regions before the first read. An error of `post_read` or `wait`
+            ends the use of the peer with any transport.
     """
 
     name: str
@@ -81,7 +81,7 @@ _kinds: dict[str, TransportKind] = {}
 
 
 def register_transport(kind: TransportKind) -> None:
-    """Register a transport in this process. Call it before this process joins a fleet, which opens the transports.
+    """Register a transport in this process. Call this before joining a fleet, because joining opens the transports.
 
     Raises:
         ConfigError: the name is malformed or used by a different transport.
@@ -105,7 +105,7 @@ def transport_kinds() -> list[TransportKind]:
 
 @functools.cache
 def broken_transports() -> dict[str, str]:
-    """Register the transports of installed packages. Return the reason for each that cannot be registered, by name."""
+    """Register the transports of installed packages. Return by name why a transport cannot be registered."""
     broken: dict[str, str] = {}
     for entry in entry_points(ENTRY_POINTS):
         try:
@@ -212,7 +212,7 @@ class PeerLinks(Closeable):
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 
     def register(self, memory: Memory, *, reach: Reach | None = None) -> dict[str, Handle]:
-        """Register memory with every transport of this reach that can offer it. Raises ConfigError if all refuse."""
+        """Register memory with all transports of this reach that accept it. Raise ConfigError if no transport does."""
         handles: dict[str, Handle] = {}
         why = dict(self.refused)
         try:
@@ -251,10 +251,10 @@ class PeerLinks(Closeable):
 
         Args:
             ours: registrations of our region.
-            offered: encoded descriptors of the peer's region. Decoding them may raise FormatError.
+            offered: encoded descriptors of the peer's region, whose decoding may raise FormatError.
 
         Raises:
-            PlanError: no transport reaches the peer. The message lists the reasons.
+            PlanError: no transport reaches the peer, for the reasons in the message.
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
@@ -279,7 +279,7 @@ class PeerLinks(Closeable):
         )
 
     def reach_device(self, device: str, regions: Iterable[Mapping[str, bytes]]) -> None:
-        """Map a peer's device memory before the first read, which then does not wait. Raises like `post_read`."""
+        """Map a peer's device memory, so that the first read does not wait for the mapping. Raises like `post_read`."""
         transport = self.transports.get("cuda_ipc")
         if isinstance(transport, Reaching):
             for offered in regions:
@@ -294,7 +294,7 @@ class PeerLinks(Closeable):
         return self.refused.get(name, "it is not open in this process")
 
     def sweep(self) -> None:
-        """Release the memory of peers that are gone. Call it between reads, since a read does this itself."""
+        """Release the memory of peers that are gone, as each read also does."""
         for transport in self.transports.values():
             if isinstance(transport, Sweeping):
                 transport.sweep()

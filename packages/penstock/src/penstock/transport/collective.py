@@ -53,7 +53,7 @@ class GroupCollectives:
             raise self._lost(str(error)) from error
 
     def finish(self, work: Any) -> None:
-        """Wait for a posted collective. Raises PeerLost if it failed or a rank is silent for `stall_s`."""
+        """Wait for a posted collective. Raises PeerLost if the collective failed or stalled for `stall_s`."""
         self.wait(work.is_completed)
         # A completed collective may have failed, and only `wait` raises the error.
         try:

@@ -1,4 +1,4 @@
-"""Device memory of processes on one host. The reader's copy engines read the holder's memory, over NVLink or in place.
+"""Device memory of processes on one host. The reader's copy engines read the holder's memory, if needed over NVLink.
 
 Nothing runs on the holder's device. Memory from cudaMalloc (torch's default) has one 64-byte IPC handle per allocation.
 Virtual memory (torch's `expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is
@@ -104,7 +104,7 @@ class Shared:
 
     @classmethod
     def of(cls, driver: CudaDriver, device: int, memory: Memory) -> Shared:
-        """Find the kind of the memory and its handle or pieces. Raises ConfigError if it cannot be shared."""
+        """Find the IPC handle or the pieces of this memory. Raises ConfigError if the memory cannot be shared."""
         if not memory.nbytes:
             return cls(driver, device, handle=b"", offset=0, pieces=())
         with driver.entered(device):
@@ -172,10 +172,10 @@ class Mapped:
 
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
-    """Map a peer's memory for one of our devices. It takes milliseconds, so keep the mapping.
+    """Map a peer's memory for one of our devices. Mapping takes milliseconds, so keep the result.
 
     Raises ConfigError if the devices cannot reach each other's memory, or if the memory only has a handle from another
-    PID namespace, DestinationError if the driver refused, or like `fd_server.receive_fds`.
+    PID namespace, DestinationError if the driver refused, and the errors of `fd_server.receive_fds`.
     """
     if not payload.handle:
         return _map_pieces(driver, device, source, payload)
@@ -199,8 +199,8 @@ _HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_
 
 def handle_fault(payload: CudaPayload) -> str:
     """Return why this process cannot open the memory with its handle, or an empty string."""
-    # The driver finds the exporter by its process id. Here it fails, or finds this process if the ids are equal.
-    # Source: UCX refuses this too, https://github.com/openucx/ucx/pull/11513.
+    # The driver finds the exporter by its process id, which in another PID namespace names no process or a wrong one.
+    # Source: UCX also refuses such handles, https://github.com/openucx/ucx/pull/11513.
     if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
         return ""
     return "the peer's device memory has no file descriptors, which other containers need to map it"
@@ -218,7 +218,7 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
         raise FormatError(
             f"the descriptor has {payload.num_pieces} pieces of device memory, which is out of range", uri=uri
         )
-    # Build the list only now, since a hostile count could make it arbitrarily long.
+    # Build the list only after the checks, since a hostile count could make the list arbitrarily long.
     lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
     total, at = sum(lengths), 0
     with driver.entered(device):
@@ -286,7 +286,7 @@ class _QueuedCopies:
 
 
 class CudaRead:
-    """See `PendingRead`. It keeps both memories alive until its last event, even if the waiting thread gave up."""
+    """See `PendingRead`. The read keeps both memories alive until its last event, even if the waiter gave up."""
 
     def __init__(self, into: IntoHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int) -> None:
         self.into = into
@@ -423,7 +423,7 @@ class CudaIpcTransport:
         self._map(self._endpoint.claim(source, payload.page), payload, ordinal(device))
 
     def sweep(self) -> None:
-        """See `Sweeping`. Posting a read does this too."""
+        """See `Sweeping`. `post_read` also sweeps."""
         with self._lock:
             self._reap()
             self._mapped.sweep()
@@ -508,11 +508,11 @@ class CudaIpcTransport:
             read.into.check_open()
             self._advance(read)
             now = time.monotonic()
-            # Compare, since a sweep in another thread advances all reads too.
+            # Compare with the last value, since a sweep in another thread also advances this read.
             if read.moved_bytes != seen:
                 moved, seen = now, read.moved_bytes
             elif now - moved > stall_s:
-                # If the holder is gone or fenced the memory, raise that as the better reason.
+                # If the holder is gone or fenced the memory, raise that error, which is more specific.
                 read.claim.check()
                 raise SourceStalled(f"no byte arrived for {stall_s} s", uri=read.claim.source.uri)
             if read.events:

@@ -98,7 +98,7 @@ class FdServer:
             return
         generation = _REQUEST.unpack(request)[0]
         fds: list[int] = []
-        # A reader of the page does not wait for pieces that another reader is slow to receive.
+        # A request for the page does not wait for the lock, which a slow reader of other memory may hold.
         lock = contextlib.nullcontext() if generation == PAGE else self._exporting
         with lock:
             try:
@@ -119,7 +119,7 @@ class FdServer:
         self._home.close()
 
     def forget(self) -> None:
-        """Close the inherited socket in a forked child. It would keep readers waiting after the parent is gone."""
+        """Close a forked child's inherited socket, which would keep readers waiting after the parent is gone."""
         for listener in self._listeners:
             listener.forget()
 
@@ -136,7 +136,7 @@ def _send(peer: socket.socket, fds: list[int]) -> None:
 
 
 def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[int]:
-    """Yield `count` descriptors of a peer's generation. Each is closed when the next is requested.
+    """Yield `count` descriptors of a peer's generation. Each descriptor is closed when the next one is requested.
 
     Args:
         path: path of the peer's socket, or the abstract address of a peer of the previous release.
@@ -144,8 +144,8 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
 
     Raises:
         ConfigError: the peer's descriptor has no socket.
-        PermissionDenied: the socket, or the process that listens there, belongs to another user.
-        PeerLost: no process listens there.
+        PermissionDenied: the socket or the listening process belongs to another user.
+        PeerLost: no process listens at `path`.
         StaleDescriptor: the peer sent fewer than `count` descriptors.
         SourceStalled: the peer sent nothing for `TIMEOUT_S`.
         DestinationError: this process cannot open more files.

@@ -5,8 +5,8 @@ page holds a header and slots of four words: generation (0 if free), checksum, s
 registration as long as its memory stays the same. The checksum is a digest of the registration's descriptor and detects
 forgeries. A lock on the page shows that its owner is alive, since the kernel releases it when the owner dies.
 
-An owner writes the generation before it changes a byte, and a reader checks it after its last byte. The interpreter's
-lock orders each pair of accesses.
+An owner writes the generation before it changes a byte, and a reader checks the generation after its last byte. In each
+process, the global interpreter lock orders the two accesses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the page for a reader, and the registration's slot in it."""
 
     host: Annotated[str, msgspec.Meta(max_length=128)]
-    # Readers of the previous release open the page by `pid` and `fd`. Ours request it at the socket.
+    # Readers of the previous release open the page by `pid` and `fd`. Readers of this release request the page at
+    # `socket`.
     pid: _Id
     fd: _Id
     slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
@@ -118,7 +119,7 @@ class GenerationTable:
         )
 
     def readable(self) -> int:
-        """Return a descriptor of the page for a reader. It must not run while the page is being closed."""
+        """Return a descriptor of the page for a reader. The caller must prevent a concurrent `close`."""
         return self._mapped.readable()
 
     def take_slot(self) -> int:
@@ -166,9 +167,9 @@ class GenerationTable:
 
 
 def _closed_with(owner: object, fd: int) -> Callable[[], object]:
-    """Return a function that closes a descriptor. Garbage collection of `owner` also closes it."""
+    """Return a function that closes a descriptor. Garbage collection of `owner` also closes the descriptor."""
     closer = weakref.finalize(owner, os.close, fd)
-    # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
+    # At the interpreter's exit, do not close the descriptor, which other threads still use. The kernel closes it later.
     closer.atexit = False
     return closer
 
@@ -257,10 +258,10 @@ class PeerGenerationTable:
 
 
 class Exportable(Protocol):
-    """Memory of a registration that can be sent to readers."""
+    """Registered memory that can be sent to readers as file descriptors."""
 
     def export(self) -> Iterator[int]:
-        """Yield its file descriptors, in order. The receiver closes each."""
+        """Yield the memory's file descriptors, in order. The receiver closes each descriptor."""
 
 
 Describe = Callable[[GenerationAddress], bytes]
@@ -295,7 +296,7 @@ class IntoHandle:
 
 
 class FencedHandle(IntoHandle):
-    """See `Handle`. Its generation is in the endpoint's table. Readers receive `keep`."""
+    """See `Handle`. The handle's generation is in the endpoint's table. Readers receive `keep`."""
 
     def __init__(
         self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: Exportable | None
@@ -347,7 +348,7 @@ class FencedHandle(IntoHandle):
 
 
 class MemoryClaim:
-    """A peer's registration that a descriptor names. Check it before and after reading its bytes."""
+    """A peer's registration, as named by a descriptor. Check the claim before and after reading the peer's bytes."""
 
     def __init__(self, page: PeerGenerationTable, source: Descriptor, address: GenerationAddress) -> None:
         self.page = page
@@ -382,7 +383,7 @@ class PeerMappings(Generic[_Mapped]):
         return entry and entry[0]
 
     def put(self, claim: MemoryClaim, mapped: _Mapped, device: int = 0) -> None:
-        """Store a mapping, and release those whose registration was closed."""
+        """Store a mapping, and release mappings whose registration was closed."""
         self.sweep()
         self._kept[claim.source.endpoint, claim.address.serial, device] = mapped, claim
 
@@ -401,10 +402,10 @@ _endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictio
 
 
 class Endpoint:
-    """Registrations of a transport with their generation table, and the tables of the peers that it reads.
+    """A transport's registrations and their generation table, and the generation tables of the peers that it reads.
 
     Args:
-        reads: name of the transport whose descriptors it accepts. Empty means `transport`.
+        reads: name of the transport whose descriptors this endpoint accepts. Empty means `transport`.
         abstract_name: see `FdServer`.
 
     Attributes:
@@ -466,7 +467,7 @@ class Endpoint:
             raise Cancelled("the transport is closed")
 
     def check_mine(self, into: Handle, source: Descriptor) -> IntoHandle:
-        """Return the open handle. Raises ConfigError for a foreign handle or descriptor, Cancelled if it is closed."""
+        """Return the open handle. Raise Cancelled if the handle is closed, ConfigError if an argument is foreign."""
         if not isinstance(into, IntoHandle) or into.endpoint is not self:
             raise ConfigError(f"{self.transport} got another transport's handle")
         self.check_theirs(source)

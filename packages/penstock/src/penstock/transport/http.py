@@ -118,7 +118,7 @@ class HttpHandle:
 
 
 class HttpTransport:
-    """See `Transport`. It only reaches host memory."""
+    """See `Transport`. This transport only reaches host memory."""
 
     name = "http"
 
@@ -158,9 +158,9 @@ class HttpTransport:
         """Start a server for readers. Raises ConfigError if the address is malformed or cannot be bound.
 
         Args:
-            listen: `host:port` (port 0 selects a free one), or `unix:/path`. None means a Unix socket in a directory of
+            listen: `host:port` (port 0 selects a free one), `unix:/path`, or None for a Unix socket in a directory of
                 this process, since a loopback port would be open to every user of the host.
-            compress: whether bytes are compressed. None compresses where measurements show a gain.
+            compress: whether bytes are compressed, or None to compress where measurements show a gain.
         """
         if num_connections < 1:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")
@@ -275,12 +275,12 @@ def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, RegionAddress]:
 
 
 def data_port(encoded: bytes) -> RegionAddress:
-    """Return the address in an encoded descriptor of this transport. Raises FormatError if it is malformed."""
+    """Return the address in this transport's encoded descriptor. Raises FormatError if the descriptor is malformed."""
     return decode_payload(decode(encoded), _DECODER).address
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`. Raises ConfigError for any other text."""
+    """Split `host:port` or `[v6]:port`. Raises ConfigError if `listen` has a different format."""
     host, _, port = listen.rpartition(":")
     if port.isascii() and port.isdigit() and int(port) > 65535:
         raise ConfigError(f"{listen!r} has an invalid port", hint="use a port from 0 to 65535")

@@ -72,7 +72,7 @@ class RegionAddress:
     is_tls: bool = False
 
     def connect(self, trust: ssl.SSLContext | None) -> socket.socket:
-        """Return a connected socket. Raises OSError if it cannot connect."""
+        """Return a connected socket. Raises OSError if the connection fails."""
         if self.path:
             return connect_unix(self.path, CONNECT_S)
         context = (trust or ssl.create_default_context()) if self.is_tls else None
@@ -101,7 +101,7 @@ class ResponsePart:
         return self.src[: len(length)], length
 
     def remove_front(self, nbytes: int) -> None:
-        """Remove the first bytes, which have arrived."""
+        """Remove the first `nbytes` bytes from the part, because they have arrived."""
         advance(self.views, nbytes)
         num_done = 0
         for length in self.length:
@@ -116,7 +116,7 @@ class ResponsePart:
 
 
 class Read:
-    """See `PendingRead`. `cut_into_parts` creates its parts, of which `num_left` have not arrived.
+    """See `PendingRead`. `cut_into_parts` splits the read into parts, of which `num_left` have not arrived.
 
     `changed` guards the fields. The condition is notified when the read ends and when a connection stops using the
     memory. No part is requested after the first `error`.
@@ -309,7 +309,7 @@ class _Carrier:
             except PenstockError as error:
                 read.fail(error)
             except _Full:
-                # The peer is alive, so only the `stall_s` of the waiting thread limits this.
+                # The peer is alive, so only the `stall_s` of the waiting thread limits the retries.
                 is_fresh = False
             except OSError as error:
                 why = str(error)
@@ -330,7 +330,7 @@ class _Carrier:
         return self._connection
 
     def _exchange(self, connection: ClientConnection, part: ResponsePart) -> bool:
-        """Request the part or its beginning, and receive it. Return False if the connection was closed too early."""
+        """Request and receive the part or its beginning. Return False if the connection was closed too early."""
         read, choice = part.read, self._peer.choice
         src, length = part.front(REQUEST_BYTES if choice.is_open else None)
         nbytes = sum(length)

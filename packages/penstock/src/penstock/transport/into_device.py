@@ -1,9 +1,9 @@
 """Transports that read peers' host memory into device memory.
 
-`StagedTransport` reads with an inner transport into pinned staging buffers, and copies from there. `PinnedTransport`
-maps and pins the peer's memory, and the device's copy engine reads it directly. Pinning takes three times as long as a
-copy (0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so use it for memory that is read
-repeatedly and that its publisher has not pinned.
+`StagedTransport` reads with an inner transport into pinned staging buffers, and copies from these buffers to the
+device. `PinnedTransport` maps and pins the peer's memory, and the device's copy engine reads it directly. Pinning takes
+three times as long as a copy (pinning 0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so use
+`PinnedTransport` for memory that is read repeatedly and that the publisher has not pinned.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ class IntoDevice:
         self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
 
     def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
-        """Call `queue` with the device and a stream, and wait until its copies of memory that `keep` keeps alive are
-        done.
+        """Call `queue` with the device and a stream, and wait until the queued copies are done.
 
-        Raises DestinationError if the device failed or copied nothing for `stall_s`. Both memories are then never
-        freed, and `mutated` is true.
+        `keep` keeps the copies' memory alive. Raises DestinationError, with `mutated` set, if the device failed or
+        copied nothing for `stall_s`. After such an error, both memories are never freed.
         """
         driver, device = self._driver, ordinal(into.memory.device)
         deadline = time.monotonic() + stall_s
@@ -142,7 +141,7 @@ def batches(rows: Segments, most: int) -> Iterator[Segments]:
 
 
 class _DeviceRegistrar:
-    """See `memory.staging.Registrar`. Pins in the context of one device."""
+    """See `memory.staging.Registrar`. Memory is pinned in the context of one device."""
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver = driver

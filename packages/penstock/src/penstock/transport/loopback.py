@@ -127,7 +127,7 @@ class LoopbackTransport:
 
 
 def _find(source: Descriptor) -> LoopbackHandle:
-    """Return the registration of a descriptor. Raises StaleDescriptor unless it is current and unaltered."""
+    """Return the registration of a descriptor. Raises StaleDescriptor if the descriptor is stale or altered."""
     handle = _regions.get(source.generation)
     if handle is None or handle.descriptor != source:
         raise StaleDescriptor(f"generation {source.generation} of the memory is no longer current", uri=source.uri)

@@ -27,14 +27,14 @@ _CUDA_DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
 class HostBytes(mmap.mmap):
-    """A private mapping of a peer's memfd, as a writable buffer. It is unmapped with its last view."""
+    """A private mapping of a peer's memfd, as a writable buffer, which is unmapped with its last view."""
 
     hold: object = None
     """An object that must exist as long as the mapping, such as the lease on the memory."""
 
 
 class DeviceBytes:
-    """A peer's device memory with the CUDA array interface. Torch uses it without a copy and keeps it alive."""
+    """A peer's device memory with the CUDA array interface. Torch shares the memory and keeps this object alive."""
 
     def __init__(self, mapped: Mapped, address: int, nbytes: int) -> None:
         self._mapped = mapped
@@ -43,10 +43,10 @@ class DeviceBytes:
 
 
 class MappedRegion:
-    """A registration of a peer that is mapped here by `map_region`.
+    """A peer's registration that `map_region` mapped into this process.
 
-    `device` is `"cpu"`, or the device with this process's number. `owner` keeps the memory mapped. It is a buffer of
-    the whole mapping in which the bytes start at `offset`, or the CUDA array interface of the bytes.
+    `device` is `"cpu"`, or the device as numbered in this process. `owner` keeps the memory mapped, as a buffer of the
+    whole mapping, in which the bytes start at `offset`, or as the CUDA array interface of the bytes.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MappedRegion:
 
 
 def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDriver | None = None) -> MappedRegion:
-    """Map a registration of a peer on this host. `device` is the peer's device with this process's number.
+    """Map a registration of a peer on this host. `device` is the peer's device, as numbered in this process.
 
     Raises:
         ConfigError: the memory has a different host, runtime directory or transport, or is device memory from a

@@ -2,10 +2,10 @@
 chooses.
 
 Each registration has a word in the holder's registered memory, with the generation and the descriptor's checksum.
-A holder changes the word before it changes a byte. If a read sees the same word before its first and after its last
-byte, it saw one generation. NIXL's own descriptors are pickles, so ours are sent instead.
+A holder changes this word before it changes a byte of the memory. If a read sees the same word before its first and
+after its last byte, all bytes are from one generation. NIXL's own descriptors are pickles, so ours are sent instead.
 
-Memory that is released here stays registered and alive for `LINGER_S`, for readers that checked the word just before.
+Released memory stays registered and alive for `LINGER_S`, for readers that checked the word just before the release.
 Over NIXL's TCP, a process with a descriptor can reach all memory of the holding process, so use it in trusted networks
 only.
 """
@@ -157,7 +157,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
 
 
 class NixlTransport:
-    """See `Transport`. It reaches host memory, and device memory if the back end does."""
+    """See `Transport`. This transport reaches host memory, and device memory if the back end does."""
 
     name = "nixl"
 
@@ -185,7 +185,7 @@ class NixlTransport:
         """Create an agent of NIXL, and serve reading peers in a new thread. Raises like `Agent.open`.
 
         Args:
-            tls: transports of UCX, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or the choice of UCX itself.
+            tls: transports of UCX, as in `UCX_TLS`, or None for `PENSTOCK_NIXL_TLS` or else UCX's own choice.
         """
         tls = Settings.read().nixl_tls if tls is None else tls
         endpoint = secrets.token_hex(8)

@@ -2,11 +2,11 @@
 
 A transfer in flight cannot be cancelled. Over TCP, a stopped peer that continues after its reader gave up still writes
 its bytes, even if the memory was released or the peer disconnected. So a read that gives up with transfers in flight
-closes the whole agent, which does stop them. Other reads continue with the next agent from where they were.
+closes the whole agent, which stops the transfers. Other reads resume with a new agent where they stopped.
 
 An agent is not thread-safe (sync mode NONE), so a lock is held during each call, and no call waits. NIXL's progress
-thread stays off, since it occupies a core as long as the agent is alive. With such a thread at each peer, TCP reached
-half of its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
+thread stays off, since it occupies a core as long as the agent is alive. With a progress thread at each peer, TCP
+reached half of its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
 benchmarks/results/cpu2_202611/hosts.md.
 """
 
@@ -103,7 +103,7 @@ class Agent:
         return self._agent
 
     def register(self, memory: Memory) -> Any:
-        """Return NIXL's registration of this memory. Raises ConfigError if no back end reaches it."""
+        """Return NIXL's registration of this memory. Raises ConfigError if no back end reaches the memory."""
         kind, device = place_of(memory.device)
         with self._lock:
             agent = self._check_open()
@@ -161,7 +161,7 @@ class Agent:
                 raise PeerLost(f"cannot connect to the peer: {error}") from error
 
     def is_done(self, transfer: PostedTransfer) -> bool:
-        """Make progress, and return whether a transfer is complete. Raises PeerLost if it never will be."""
+        """Make progress, and return whether a transfer is complete. Raises PeerLost if the transfer failed."""
         with self._lock:
             agent = self._check_open()
             try:
@@ -179,7 +179,7 @@ class Agent:
             self._release(transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a peer a notification. Nothing depends on its arrival."""
+        """Send a peer a notification, which may be lost."""
         with self._lock, contextlib.suppress(*self._failed):
             self._check_open().send_notif(peer, message)
 
@@ -277,7 +277,7 @@ class _Remote:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NixlPost:
-    """The remaining pieces of a read. `owner` identifies the registration into which it reads."""
+    """The remaining pieces of a read. `owner` identifies the registration into which the read writes."""
 
     owner: object
     memory: Memory
@@ -309,7 +309,7 @@ class Reader:
         return cls(Agent.open(secrets.token_hex(8), backends, tls))
 
     def release(self, owner: object) -> None:
-        """Close our registration of this memory, if there is one. No read may use it."""
+        """Close our registration of this memory, if there is one. No read may use the registration."""
         with self._lock:
             registration = self._registrations.pop(owner, None)
         if registration is not None:
@@ -420,7 +420,7 @@ class Reader:
     def _connected(self, job: NixlPost) -> Iterator[_Remote]:
         name = job.source.endpoint
         with self._lock:
-            # Agents are replaced, and each needs its registration.
+            # Agents are replaced, and each new agent needs its own registration of the memory.
             if job.owner not in self._registrations:
                 self._registrations[job.owner] = self.agent.register(job.memory)
             remote = self._remotes.get(name) or _Remote(name)

@@ -26,7 +26,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """Data with which a peer reads a registration. It is valid for one generation."""
+    """Data with which a peer reads one generation of a registration."""
 
     transport: _Name
     endpoint: _Name
@@ -68,7 +68,7 @@ def decode(raw: bytes) -> Descriptor:
 
 
 def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
-    """Return the typed payload of a descriptor. Raises FormatError if it is malformed."""
+    """Return the typed payload of a descriptor. Raises FormatError if the payload is malformed."""
     try:
         return decoder.decode(source.payload)
     except MALFORMED as error:
@@ -90,7 +90,7 @@ class Memory:
     """A range of writable bytes in this process.
 
     Attributes:
-        owner: object that keeps the bytes alive. An `Owner` confirms their address before each use.
+        owner: object that keeps the bytes alive. An `Owner` confirms the address of the bytes before each use.
     """
 
     address: int
@@ -100,7 +100,7 @@ class Memory:
 
     @classmethod
     def of_buffer(cls, buffer: bytearray | memoryview) -> Memory:
-        """Return the host memory of a contiguous buffer. Raises ConfigError if it is read-only."""
+        """Return the host memory of a contiguous buffer. Raises ConfigError if the buffer is read-only."""
         # Use numpy, since ctypes refuses read-only buffers. The array keeps a bytearray from being resized.
         array = np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:
@@ -126,7 +126,7 @@ class Handle(Protocol):
     def fence(self) -> Descriptor:
         """Begin a generation. Earlier descriptors and reads in flight with them become stale.
 
-        Call it before the memory is changed. A read that succeeds saw none of the change.
+        Call `fence` before the memory is changed. A read that succeeds contains no byte of the change.
 
         Raises:
             Cancelled: the handle is closed.
@@ -144,11 +144,11 @@ class RevocableHandle(Protocol):
         """Return the descriptor of the current generation for this borrower alone."""
 
     def take_back(self, borrower: str) -> None:
-        """Revoke the borrower's descriptor immediately. Reads with it become stale. Idempotent."""
+        """Revoke the borrower's descriptor immediately. Reads with this descriptor become stale. Idempotent."""
 
 
 class PendingRead(Protocol):
-    """A posted read. So far, `moved_bytes` of its `nbytes` have arrived."""
+    """A posted read, of which `moved_bytes` of `nbytes` have arrived so far."""
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +164,7 @@ class Stoppable(Protocol):
     """A posted read that can be aborted."""
 
     def fail(self, error: PenstockError) -> None:
-        """Abort the read unless it is done. Its `wait` raises the error, and no byte is written after that."""
+        """Abort the read unless it is done. `wait` then raises `error`, after which no byte is written."""
 
 
 @runtime_checkable
@@ -172,30 +172,30 @@ class Filling(Protocol):
     """A transport that can read into memory which it cannot offer to peers."""
 
     def register_into(self, memory: Memory) -> Handle:
-        """Return a handle without a descriptor. Raises ConfigError for a device that it cannot reach."""
+        """Return a handle without a descriptor. Raises ConfigError for a device that the transport cannot reach."""
 
 
 class Transport(Protocol):
-    """A mechanism that reads peers' memory. It is thread-safe. A forked child must create a new transport."""
+    """A thread-safe mechanism that reads peers' memory. A forked child must create a new transport."""
 
     @property
     def name(self) -> str:
         """Return a short name that does not change, for descriptors and reports."""
 
     def register(self, memory: Memory) -> Handle:
-        """Register memory for reads by peers and for reads into it. Raises ConfigError for a device it cannot reach."""
+        """Register memory for reads from and into it. Raises ConfigError if the transport cannot reach the device."""
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PendingRead:
         """Request segments of a peer's memory and return. Nothing runs on the peer.
 
         An error ends the use of the peer, and no other transport is tried, since other reads may be in flight. A
-        transport that cannot read some peer reports this earlier, with `TransportKind.unless_peer`.
+        transport that cannot read some peer reports the reason before the first read, with `TransportKind.unless_peer`.
 
         Raises, without touching memory:
-            PlanError: a segment is outside its memory.
+            PlanError: a segment is outside the peer's memory or outside `into`.
             ConfigError: the descriptor or the handle belongs to a different transport.
             FormatError: the payload of the descriptor is malformed.
-            StaleDescriptor, PeerLost: see `wait`, if it is already known.
+            StaleDescriptor, PeerLost: see `wait`, if the failure is already known.
             Cancelled: the transport or the handle is closed.
         """
 
@@ -227,9 +227,9 @@ class Sweeping(Protocol):
     """A transport that keeps peers' memory mapped between reads."""
 
     def sweep(self) -> None:
-        """Release the memory of peers that are gone or have released it, so that it is freed there.
+        """Unmap the memory of peers that are gone or have released the memory, so that the system can free it.
 
-        Call it from time to time while a peer's descriptors are kept without a read. A read does this itself.
+        Call `sweep` from time to time while a peer's descriptors are kept without a read. Each read also sweeps.
         """
 
 
@@ -261,7 +261,7 @@ def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float
     """Wait for all posted reads, so that none is in flight any more, even after a failure.
 
     `posting` posts a read in each iteration. An error of `posting` ends the loop, and earlier reads are still waited
-    for. Return the first failure, or a DestinationError if there is one, since bytes may still arrive. Also return
+    for. Return a DestinationError if there is one, since bytes may still arrive, or else the first failure. Also return
     whether a byte of our memory may have been written.
     """
     posted: list[tuple[Transport, PendingRead]] = []
@@ -293,7 +293,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class DeferredRead(ABC, Generic[*Ts]):
-    """A `PendingRead` that the first waiting thread carries out. `work` keeps both memories alive until it is done."""
+    """A `PendingRead` that the first waiting thread carries out. `work` keeps both memories alive during the read."""
 
     def __init__(self, nbytes: int, *work: *Ts) -> None:
         self.nbytes = nbytes

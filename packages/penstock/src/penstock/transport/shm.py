@@ -144,7 +144,7 @@ def _strided(memory: Bytes, rows: int, run: int, pitch: int) -> Bytes:
 
 
 class ShmTransport:
-    """See `Transport`. Raises ConfigError if there are no memfds."""
+    """See `Transport`. Raises ConfigError if the system has no memfds."""
 
     name = "shm"
 
@@ -240,12 +240,12 @@ def open_payload(claim: MemoryClaim, payload: ShmPayload, mapping: Callable[[int
         else:
             fd = open_memfd_of_process(payload.page.pid, payload.fd, uri)
     except (PeerLost, StaleDescriptor):
-        # The page gives a better reason.
+        # The peer's page may give a better reason for the failure.
         claim.check()
         raise
     try:
         check_peer_memfd(fd, 0, uri)
-        # With the previous release, the number may belong to a different file by now.
+        # In a peer of the previous release, the number `fd` may belong to a different file by now.
         if os.fstat(fd).st_ino != payload.inode:
             raise StaleDescriptor("the peer has closed this memory", uri=uri)
         mapped = mapping(fd)

@@ -203,7 +203,7 @@ class ReceiveBuffers:
 
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.
-        ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or memory is short.
+        ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or allocation fails.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class ReceiveBuffers:
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
         """Return the names of tensors in the staging copy whose bytes no longer match these digests."""
-        # Wait first, because a check hook may have queued work on other streams.
+        # Wait before the digests, because a check hook may have queued work on other streams.
         self._synchronize()
         wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]
         if not any(map(len, wrong)):
@@ -263,7 +263,7 @@ class ReceiveBuffers:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the size of the staging copy and the scratch in bytes, without the target's memory."""
+        """Return the size of the staging copy and the scratch in bytes, not counting the target's memory."""
         copied = 0 if self.staging_copy is None else self.staging_copy.regions.nbytes
         return copied + self.wanted.scratch_bytes
 

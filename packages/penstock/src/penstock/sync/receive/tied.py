@@ -1,4 +1,4 @@
-"""Receiver rows that share memory under several names. Their sources must have equal bytes, and one row is read."""
+"""Receiver rows that share memory under several names. Of tied rows, one is read, so their sources must be equal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Reads:
 
 
 class TiedRows:
-    """The rows of a part that share their memory with other rows. `part` excludes the reads of duplicate rows."""
+    """The rows of a part that share their memory with other rows. `part` contains no reads of duplicate rows."""
 
     def __init__(
         self, part: ReceiverPlan, groups: Sequence[Sequence[int]], names: Sequence[str], into: VersionRegions
@@ -64,7 +64,7 @@ class TiedRows:
         self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
 
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
-        """Raise PlanError if the sources of tied rows have different bytes, or SourceFailed if a source is silent."""
+        """Raise PlanError if the sources of tied rows have different bytes, or SourceFailed if a source stalls."""
         for names, (ours, others) in self._pairs:
             apart = (ours.source != others.source) | (ours.src != others.src)
             apart |= (ours.num_rows > 1) & (ours.src_pitch != others.src_pitch)

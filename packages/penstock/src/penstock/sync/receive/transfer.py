@@ -1,8 +1,8 @@
 """The transfer of one receiver's part of a sync from several sources at once, with verification.
 
-Source devices on this host share one queue per receiving device, because concurrent reads would compete for links. With
-`ChangedRanges`, only strips that changed since the last version are read, if the measured density and bandwidth favour
-it. A skipped strip is digested like a strip that was read, so the stored digests are never trusted.
+Source devices on this host share one queue per receiving device, because concurrent reads would compete for links. If
+`Transfer.delta` is set, only strips that changed since the last version are read where measurements show a gain. A
+skipped strip is digested like a strip that was read, so the stored digests are never trusted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -
 
 
 class ChangedRanges:
-    """The digests of one `Transfer`, for one plan and one memory of a receiver."""
+    """The verified digests of one `Transfer`, for one plan and one receiver memory."""
 
     def __init__(self) -> None:
         self.asks_first = False
@@ -73,7 +73,7 @@ class ChangedRanges:
         self._why = ""
 
     def begin(self, nbytes: int) -> None:
-        """Begin a run of `nbytes`, and decide whether it requests digests first."""
+        """Begin a run of `nbytes`, and decide whether the run requests digests before it reads bytes."""
         self._changed_bytes = 0
         self._is_whole = bool(self._digests)
         if not self._digests:
@@ -105,7 +105,7 @@ class ChangedRanges:
         return some_of(step, np.flatnonzero(changed))
 
     def reading(self, step: Step) -> None:
-        """Treat a step's bytes as unknown until they are verified again. Call it before the first byte is read."""
+        """Treat a step's bytes as unknown until they are verified again. Call this before the step is read."""
         self._unsure.add(step)
 
     def proven(self, step: Step, digests: U64) -> None:
@@ -119,7 +119,7 @@ class ChangedRanges:
         self._unsure.discard(step)
 
     def ended(self, report: TransferReport, *, were_ready: bool) -> None:
-        """Record the rates of a completed run. If `were_ready`, also record the duration of its digest requests."""
+        """Record the rates of a completed run. If `were_ready`, also record how long the run's digest requests took."""
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
         if report.moved_bytes and report.wire_s > 0:
@@ -138,7 +138,7 @@ LEAST_BYTES = MIB
 
 @dataclass(eq=False)
 class Transfer:
-    """The transfer of a receiver's part of a sync. Call `run` for each version while the plan's key stays the same.
+    """The transfer of a receiver's part of a sync. Call `run` for each version, while the plan's key is the same.
 
     `watermark_bytes` limits the bytes that are read and not yet verified. `lost` is the source that failed, or None.
     """
@@ -192,13 +192,13 @@ class Transfer:
         return report
 
     def note_exchange(self) -> None:
-        """Record that a flip swapped the memory of `into` with the memory that the second-last run filled."""
-        # The memory of `into` now contains the version before the last one.
+        """Record that a flip swapped the memory of `into` with the memory that the run before last filled."""
+        # The memory of `into` now contains the previous version.
         if self.delta is not None:
             self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
 
     def summary(self, report: TransferReport) -> str:
-        """Describe in one line how much of the version was read. Empty without a delta."""
+        """Describe in one line how much of the version was read. Return an empty string if `delta` is None."""
         return "" if self.delta is None else self.delta.summary(report)
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
@@ -229,7 +229,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Waiting steps, and the number of posted steps. `turns` limits concurrent reads from several sources."""
+    """A queue of waiting steps. `turns` limits concurrent reads from several sources."""
 
     turns: threading.BoundedSemaphore | None
     steps: deque[Step] = field(default_factory=deque)
@@ -303,7 +303,7 @@ class _TransferRun(Run):
 
     def _assign(self) -> None:
         """Post the reads that may start now. The caller holds the lock."""
-        # Three limits apply: reads for each queue, unverified bytes, and windows ahead of the first incomplete one.
+        # Three limits apply: reads per queue, unverified bytes, and windows ahead of the first incomplete window.
         items = []
         for queue in self._queues.values():
             while queue.steps and queue.num_flying < READS_OF_ONE:
@@ -475,7 +475,7 @@ def reporting_progress(
         while not over.wait(transfer.timing.progress_interval_s):
             report(membership, planner, RankProgress(version=version, moved_bytes=transfer.moved_bytes))
 
-    # Use another thread, because the transfer's threads wait for the link and a silent receiver would count as late.
+    # Use a separate thread: the transfer's threads wait for the link, and a receiver without reports counts as late.
     reporter = threads.start(work, "penstock-progress")
     assert reporter is not None
     try:

@@ -74,8 +74,8 @@ class UpdateLoop:
     One thread at a time updates, and the server's threads read the attributes.
 
     Attributes:
-        buffers: memory that receives versions. None before `prepare` and the first update.
-        requirements: requirements of the target, which outlive `buffers`. None until known and after the target moved.
+        buffers: memory that receives versions, or None before `prepare` and the first update.
+        requirements: the target's requirements, kept when `buffers` is freed, or None if unknown or the target moved.
     """
 
     membership: Membership
@@ -116,7 +116,7 @@ class UpdateLoop:
         return None if self.buffers is None else self.buffers.layout
 
     def local_version(self) -> LocalVersion | None:
-        """Return the target's memory as a source. None if it is not served, and before the first update."""
+        """Return the target's memory as a source, or None before the first update or if the memory is not served."""
         return None if self.buffers is None else self.buffers.local_version
 
     def serve(self) -> None:
@@ -133,7 +133,7 @@ class UpdateLoop:
 
     def withdraw(self) -> None:
         """Stop serving the live version, because its memory is about to change or has changed."""
-        # Change the status first, because a planner must not send a fenced reader back here.
+        # Change the status first, so that a planner does not send a fenced reader back to this member.
         self.status.post(self.states.live.epoch, self.states.version, is_open=False)
         local_version = self.local_version()
         if local_version is not None and local_version.version is not None:
@@ -141,7 +141,7 @@ class UpdateLoop:
 
     def require_proven(self) -> None:
         """Stop serving and raise StaleDescriptor if the served bytes changed since they were verified."""
-        # A reader compares with digests of the current bytes, and would not detect that an engine changed them.
+        # Readers compare with digests of the current bytes, so they cannot detect that an engine changed the bytes.
         local_version = self.local_version()
         if local_version is None or local_version.version is None:
             return
@@ -424,7 +424,7 @@ class UpdateLoop:
         *,
         is_ahead: bool = False,
     ) -> Granted:
-        # With `have_key`, the planner does not send an unchanged part of several megabytes again for every version.
+        # Because of `have_key`, the planner does not send an unchanged part of several megabytes for every version.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
             version=-1 if version is None else version,
@@ -570,7 +570,7 @@ class UpdateLoop:
         return proven
 
     def allocate_again(self, proven: list[tuple[Strips, U64]]) -> ReceiveBuffers:
-        """Allocate buffers again after `free`, for a restored version whose known digests are `proven`."""
+        """Allocate buffers again after `free`, for a restored version with the verified digests `proven`."""
         assert self.checkpoint is not None
         if self.follow():
             proven = []  # the strips belong to the old memory

@@ -17,7 +17,7 @@ from penstock.types import Box
 
 
 class BufferPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a buffer: a box of the checkpoint tensor in `names`, a `value`, or unknown because of `why`."""
+    """A piece of a buffer: a box of the tensor in `names`, a number `value`, or unknown because of `why`."""
 
     map: StrideMap
     names: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class _Boxes:
 
     def meet(self, box: Box) -> bool:
         start, stop = _first_dim(box)
-        # No box is longer than `_longest`, so boxes that start earlier than this end before the new box.
+        # No box is longer than `_longest`, so all boxes before index `low` end before the new box begins.
         low = bisect.bisect_right(self._starts, start - self._longest)
         high = bisect.bisect_left(self._starts, stop)
         return any(_meet(box, old) for old in self._boxes[low:high])
@@ -153,7 +153,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return boxes(between(self.strided, self.strided, self.shape))
 
     def pieces_to(self, target: View) -> Iterator[BufferPiece]:
-        """Yield this view's pieces as pieces of `target`'s buffer. `target` has the same shape. Raise NotBoxes."""
+        """Yield this view's pieces as pieces of `target`'s buffer. `target` has this view's shape. Raise NotBoxes."""
         mine = self.buffer
         for part in boxes(between(self.strided, target.strided, self.shape)):
             # The source is usually a whole checkpoint tensor. Its single piece needs no intersection.

@@ -1,8 +1,8 @@
 """Data types for the recorded copies of a loader, and functions that apply the copies.
 
-A `Recording` lists the required boxes of each checkpoint tensor. `fill` applies the records and is the reference for
-every transfer. `checkpoint_shards` declares a trainer's parameters as `Shard`s of checkpoint tensors, for example a
-merged expert tensor as the experts' separate tensors.
+A `Recording` lists the required boxes of each checkpoint tensor. `fill` applies the records and is the reference
+implementation of every transfer. `checkpoint_shards` declares a trainer's parameters as `Shard`s of checkpoint tensors,
+for example a merged expert tensor as the experts' separate tensors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers under all names, detached. Raise PlanError for a lazy tensor."""
+    """Return a module's detached parameters and buffers, under all names. Raise PlanError for a lazy tensor."""
     # A loader may fill a tied weight under either name, and buffers that are in no state dict.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -132,7 +132,7 @@ def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
 def fill(
     recording: Recording, source: Mapping[str, torch.Tensor], model: torch.nn.Module, *, load: Load | None = None
 ) -> None:
-    """Fill a model from whole checkpoint tensors using only the records. This is the reference for every transfer."""
+    """Fill a model from whole checkpoint tensors using only the records. `fill` is the reference for every transfer."""
     if recording.unrecorded and load is None:
         examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
         hint = "pass the model's loader as load="
@@ -165,7 +165,7 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def checkpoint_shards(
     params: torch.nn.Module | Mapping[str, Declarable], recording: Recording
 ) -> dict[str, Sequence[Shard]]:
-    """Return a rank's shards of the checkpoint tensors that fill its model, without elements that no record fills.
+    """Return the shards of checkpoint tensors that a rank's model holds, without elements that no record fills.
 
     `recording` records the loader of the unsharded model. Raise PlanError if the loader was only partly recorded.
     """

@@ -20,7 +20,7 @@ Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class LoaderRaised(Exception):
-    """The loader itself raised an error, which is the cause. `last` is the last tensor that it received."""
+    """The loader itself raised an error, which is the cause. `last` is the last tensor that the loader received."""
 
     def __init__(self, last: str) -> None:
         super().__init__(last)
@@ -48,7 +48,7 @@ def user_code(what: str, *, mutated: bool = False) -> Iterator[None]:
 def follow(
     model: torch.nn.Module, specs: Specs, run: Load, device: torch.device, left_out: dict[str, str]
 ) -> LoadRecorder:
-    """Repeat the loader until it reads no values. Tensors whose values it reads are added to `left_out`."""
+    """Repeat the loader until it reads no values. Tensors whose values the loader reads are added to `left_out`."""
     # The loop ends, because each run leaves out at least one more tensor.
     while True:
         recorder = LoadRecorder(model, device)
@@ -65,8 +65,8 @@ def follow(
 
 
 def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: torch.device) -> frozenset[str]:
-    """Return the live tensors that the loader writes to. Raise LoaderRaised if the loader needs more tensors."""
-    # The watch is inside the recorder's watch, so it sees each operator before the recorder replaces it.
+    """Return the live tensors that the loader writes to. Raise LoaderRaised if it needs a tensor that `specs` lacks."""
+    # This watch is nested in the recorder's watch, so it sees each operator before the recorder replaces the operator.
     seen = _WriteWatch()
 
     def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -96,7 +96,7 @@ def own_loader(model: torch.nn.Module) -> Load:
 
 
 class _Pass:
-    """A run of the loader. It watches operators during the run and restores the model's tensors afterwards."""
+    """A run of the loader that watches operators, and restores the model's tensors afterwards."""
 
     def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
         self._recorder = recorder

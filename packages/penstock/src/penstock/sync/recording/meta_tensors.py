@@ -30,7 +30,7 @@ class ReadsValues(Exception):
 
 
 class Recorded(torch.Tensor):
-    """A tensor with a dtype, shape and strides but no values. A recorder stores the provenance of its elements."""
+    """A tensor with a dtype, shape and strides but no values. A recorder tracks the provenance of the elements."""
 
     _meta: torch.Tensor
     _recorder: LoadRecorder
@@ -40,7 +40,7 @@ class Recorded(torch.Tensor):
     def __new__(
         cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device, buffer: Buffer | None
     ) -> Recorded:
-        """Return a tensor that views `buffer` as `meta` does. `buffer` is None for a tensor without elements."""
+        """Return a view of `buffer` with the shape and strides of `meta`. `buffer` is None if there are no elements."""
         recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
@@ -55,7 +55,7 @@ class Recorded(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Pass the operator to the recorder. In threads without a watch, this is the only path to the recorder."""
+        """Pass the operator to the recorder. In threads without a watch, only this method calls the recorder."""
         tensor = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
         return tensor._recorder.dispatch(func, args, kwargs or {})
 
@@ -88,7 +88,7 @@ class _OperatorWatch(TorchDispatchMode):
 
 
 class _HiddenWatch(_OperatorWatch):
-    """The same dispatch mode, hidden from Dynamo, for processes that have imported Dynamo."""
+    """An `_OperatorWatch` that is hidden from Dynamo, for processes that have imported Dynamo."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,7 +135,7 @@ class LoadRecorder:
             yield from ((buffer.name, buffer.pieces) for buffer in buffers)
 
     def replaced(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield the name of each live tensor with replaced checkpoint tensors, and the replacements."""
+        """Yield the name of each live tensor in which checkpoint tensors were overwritten, with their replacements."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.replaced) for buffer in buffers if buffer.replaced)
 
@@ -147,7 +147,7 @@ class LoadRecorder:
     def assigned(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Record that the loader replaced the tensor `old` with `new`."""
         names = self.names([new])
-        # Without names, the values of the new tensor are not from the checkpoint.
+        # If `names` is empty, the values of the new tensor are not from the checkpoint.
         if old.shape == new.shape and names:
             self.write(old, new)
         else:

@@ -46,19 +46,19 @@ def record(
     """Record a model's loader as copies of boxes. The model is bit-identical afterwards.
 
     If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
-    through the loader at each update. If the loader fails without that tensor, all tensors pass through the loader.
-    Side effects of the loader outside the model's tensors remain. The checkpoint tensors need no memory. Each operator
-    of the loader takes about 50 us of Python. Nothing else may use the model during the call.
+    through the loader at each update. If the loader fails when a tensor is left out, all tensors pass through it. Side
+    effects of the loader outside the model's tensors remain. The checkpoint tensors need no memory. Each operator of
+    the loader takes about 50 us of Python. Nothing else may use the model during the call.
 
     Args:
-        model: the live model, on any device, including "meta". Copies into its parameters and buffers are recorded.
+        model: the live model, on any device, including "meta". Copies into the model's tensors are recorded.
         table: the checkpoint's tensors, from its manifest or its publisher.
-        load: function that receives the tensors as pairs (name, tensor). None means `model.load_weights`, or else
-            `model.load_state_dict`.
+        load: function that receives the tensors as pairs (name, tensor). If `load` is None, the loader is
+            `model.load_weights`, or else `model.load_state_dict`.
         device: the device that the recording tensors report.
 
     Raises:
-        PlanError: the loader raised an error, which is the cause, or it reads values that are not from the checkpoint.
+        PlanError: the loader raised an error (the exception's cause), or reads values that are not from the checkpoint.
     """
     run = load or own_loader(model)
     left_out: dict[str, str] = {}
@@ -144,7 +144,7 @@ def _recording(
     # Tied parameters, and parameters inside another parameter's memory, are recorded under that parameter's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
-    # Values that the loader read, or that went to an unknown place, may decide which tensors it fills.
+    # If the loader read values or copied values to an unknown place, they may decide which tensors it fills.
     is_known = not left_out and not recorder.lost
     unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
     return Recording(
@@ -200,7 +200,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Requirements:
-    """The rows that a receiver needs, and later serves. Call `install` and `finish` after the rows arrive."""
+    """The rows that a receiver needs and later offers. Call `install` and `finish` after the rows arrive."""
 
     rows: tuple[ShardRow, ...]
     num_live: int
@@ -230,7 +230,7 @@ class Requirements:
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0, tied=tuple(map(tuple, tied)))
 
     def with_tied(self, others: Mapping[str, str]) -> Requirements:
-        """Return these requirements with rows for additional names of memory that is received anyway.
+        """Return these requirements with additional rows for other names of the same memory.
 
         Args:
             others: maps each additional name to the name whose rows share its memory.
@@ -249,7 +249,7 @@ class Requirements:
         return tuple(dict.fromkeys(row.name for row in self.rows))
 
     def storages(self) -> frozenset[int] | None:
-        """Return the storages that an update writes to. None means unknown, because the loader itself fills tensors."""
+        """Return the storages that an update writes to, or None if the loader itself fills tensors."""
         if self.unrecorded:
             return None
         steps = [step.target for mine in (*self._steps.values(), self._last) for step in mine]
@@ -278,7 +278,7 @@ class Requirements:
                     step.run()
 
     def in_copy(self, moved: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """Return the live tensors as an update would leave them, from rows in a copy of the memory.
+        """Compute what the live tensors would contain after an update, from rows in a copy of the memory.
 
         Live memory does not change.
 
@@ -286,7 +286,7 @@ class Requirements:
             moved: returns a tensor's counterpart in the copy, or None if the copy does not cover its memory.
 
         Returns:
-            The filled tensors by name, and the names of tensors that the loader itself fills, whose values are unknown.
+            The filled tensors by name, and the names of tensors with unknown values, which the loader itself fills.
         """
         if self._model is None:
             names = Counter(row.name for row in self.rows)
@@ -356,7 +356,7 @@ class Requirements:
                     hint = "use a loader that copies into the parameters"
                     message = f"the loader replaced the memory of {len(changed)} tensors"
                     raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
-            # The loader may write to the same tensors, so run these steps afterwards.
+            # The loader may write to the tensors below, so set constants and run the last steps after the loader.
             for target, value in self._constants:
                 target.fill_(value)
             for step in self._last:
@@ -374,7 +374,7 @@ def wanted(
     """Return a model's requirements from the recorded checkpoint. Rows keep live memory and scratch alive.
 
     Raises:
-        PlanError: the recording belongs to another table, the model has no memory, or torch lacks a dtype.
+        PlanError: the recording is for a different table, the model is on the meta device, or torch lacks a dtype.
         DestinationError: there is not enough memory for the scratch.
     """
     if recording.layout != layout_digest(table):
@@ -399,7 +399,7 @@ def wanted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A checkpoint tensor, with its dtype and shape as torch counts elements."""
+    """A checkpoint tensor with its dtype and shape in torch, which counts two F4 elements as one."""
 
     name: str
     kind: torch.dtype

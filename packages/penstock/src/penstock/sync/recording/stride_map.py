@@ -1,4 +1,4 @@
-"""Describes copies between strided tensors as digits. Each digit maps a run in a source dim to a run in a target dim.
+"""Copies between strided tensors, described as digits. Each digit maps a run in a source dim to a run in a target dim.
 
 For example, a transpose of `W [heads * 4, n]`, viewed as `[heads, 4, n]`, to `P [4, heads * n]` has three digits:
 `heads` maps dim 0 step 4 to dim 1 step n, `4` maps dim 0 step 1 to dim 0 step 1, and `n` maps dim 1 step 1 to dim 1
@@ -105,14 +105,14 @@ class StrideGrid:
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
-        """Locate a view of `dims` (extent, stride). Return its first element and each dim's digits, outermost first."""
+        """Return the first element of a view with `dims` (extent, stride), and each dim's digits, outermost first."""
         start = self.start(offset)
         placed = [self._split(extent, stride, start) for extent, stride in dims]
         last = list(start)
         for n, dim, step, _, _ in itertools.chain.from_iterable(placed):
             if dim >= 0:
                 last[dim] += step * (n - 1)
-        # Check the last element too, because the sum of the dims may leave a row even if each dim fits.
+        # Check the last element too, because the dims together may exceed a row even if each dim fits.
         if any(a >= n for a, n in zip(last, self.shape, strict=True)):
             raise NotBoxes("the view continues from one row into the next")
         return start, placed
@@ -179,7 +179,7 @@ def _even(
         whole = _between(source, target, shape)
     except NotBoxes:
         return None
-    # With one digit for each dim of the view, no dim was split at the end of a tensor dim.
+    # If each dim of the view has exactly one digit, no dim was split at the end of a tensor dim.
     if len(whole.digits) != sum(extent > 1 for extent in shape):
         return None
     reach = [[0] * len(source.grid.shape), [0] * len(target.grid.shape)]
