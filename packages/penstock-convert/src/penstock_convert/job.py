@@ -173,7 +173,7 @@ def plan_job(
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
-    # Reject unsupported dtypes now, because a worker would fail only at the first task with such a dtype.
+    # Reject unsupported dtypes now, because a worker would fail only at the first task with this dtype.
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
         if spec.dtype in UNKNOWN:
             message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"

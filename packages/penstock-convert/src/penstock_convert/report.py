@@ -70,7 +70,7 @@ class WorkerTrace:
 def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str, list[Span]]:
     """Return all spans in this process's time, in rows for each worker's stages and executors."""
     rows: dict[str, list[Span]] = {f"{trace.row} {name}": [] for trace in traces for name in (STAGES, *executors)}
-    # The offset is infinite for a worker whose clock was never compared, but such a worker has no spans.
+    # The offset is infinite for a worker whose clock was never compared, but that worker has no spans.
     for trace in traces:
         for name, what, thread, start, stop, nbytes in trace.spans:
             rows[f"{trace.row} {name}"].append(

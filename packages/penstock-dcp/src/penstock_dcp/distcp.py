@@ -227,7 +227,7 @@ def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
         (dim,) = cut
         ends = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in chunks)
         return all(stop <= start for (_, stop), (start, _) in pairwise(ends))
-    # Reject sizes that overflow 64 bits, because no file can contain such a large tensor.
+    # Reject sizes that overflow 64 bits, because no file can contain so large a tensor.
     if math.prod(extent + 1 for extent in size) >= 1 << 62:
         return False
     boxes = [

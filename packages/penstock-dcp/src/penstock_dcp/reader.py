@@ -169,7 +169,7 @@ class CheckpointReader(StorageReader):
         parts = self._parts(checkpoint, plan.items, planner)
         values = [part for part in parts if part.row.is_bytes]
         with deferred_interrupts(None), paused_gc():
-            # Read values other than tensors first, so that an error in such a value leaves all tensors unchanged.
+            # Read values other than tensors first, so that an error in a value leaves all tensors unchanged.
             if values:
                 self._fill(checkpoint, torch.device("cpu"), values)
             decoded = [_value(part, checkpoint.uri) for part in values]

@@ -452,7 +452,7 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
 def _cut(
     between: Mapping[tuple[int, str], torch.Tensor], second_input: Input, used: Counter[tuple[int, str]]
 ) -> torch.Tensor:
-    """Return an input of the second operation, which is a whole intermediate tensor or a box of such a tensor."""
+    """Return an input of the second operation, which is a whole intermediate tensor or a box of it."""
     at = second_input.source, second_input.spec.name
     # `run` may overwrite its inputs, so copy a tensor that several recipes read.
     if second_input.box == Box.full(second_input.spec.shape):

@@ -348,7 +348,7 @@ def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
 
 
 def _has_codes(source: WeightSet) -> bool:
-    """Return whether any tensor has a dtype of codes. Without such a tensor the configuration need not be read."""
+    """Return whether any tensor has a dtype of codes. Without these tensors the configuration need not be read."""
     return not CODES.isdisjoint(source.manifest.tensors.dtypes)
 
 

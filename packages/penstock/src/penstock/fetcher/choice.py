@@ -44,7 +44,7 @@ class ChunkChoice:
 
     def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
         """Set the ranks of the readers. Readers without a rank come last."""
-        # With one order, a reader without a rank is a last resort. With trees, no upstream waits for such a reader.
+        # With one order, a reader without a rank is a last resort. With trees, no upstream waits for that reader.
         last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
         for reader in self.readers:
             reader.ranks = ranks.get(reader.upstream.member, last)

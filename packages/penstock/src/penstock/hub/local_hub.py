@@ -160,7 +160,7 @@ class LocalEndpoint(HubEndpoint):
                     # The process has not written its PID yet.
                     return
                 # The state of a process in another PID namespace is unknown, and its PID may belong to a different
-                # process here. Wait `HUNG_S` for such a process, as for a hub that hangs.
+                # process here. Wait `HUNG_S` for that process, as for a hub that hangs.
                 if _state_of(pid) in {"T", "t"} if _has_open(pid, path) else waited_s > HUNG_S:
                     self._pass_over(number)
 

@@ -50,7 +50,7 @@ class Room(Protocol):
 
 @runtime_checkable
 class HostRoom(Protocol):
-    """A room in this process's memory. `move` copies from and to such a room without a buffer."""
+    """A room in this process's memory. `move` copies from and to this room without a buffer."""
 
     def views(self) -> Sequence[memoryview]:
         """Return all bytes in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""

@@ -1,7 +1,7 @@
 """An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, and then serves or releases it.
 
 With a hub (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache on its host that has exactly this
-checkpoint. Without such a cache, the replica joins the fleet with the model's name. Replicas exchange the checkpoint,
+checkpoint. Without a cache, the replica joins the fleet with the model's name. Replicas exchange the checkpoint,
 not processed parameters, so replicas with different versions, parallel sizes and engines can share the bytes.
 """
 
@@ -233,7 +233,7 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
         # Users choose the names in a weight cache, so a name may belong to a different checkpoint.
         if shapes != {tensor: tuple(attached[tensor].shape) for tensor in attached}:
             place = files if isinstance(files, str) else files[0]
-            hint = "give the name of this checkpoint in the weight cache"
+            hint = "set `weight_cache` to the name of this checkpoint in the weight cache"
             raise ConfigError(
                 f"{name!r} in the weight cache has different tensors from the checkpoint", uri=place, hint=hint
             )

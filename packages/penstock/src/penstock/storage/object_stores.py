@@ -46,7 +46,7 @@ Store = S3Store | GCSStore | AzureStore
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 _STORES = 32
-# Addresses of instance metadata, the last source of credentials. Errors with such an address mean "no credentials".
+# Addresses of instance metadata, the last source of credentials. Errors with these addresses mean "no credentials".
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
 # Error text of a failed TLS handshake. Source: rustls, `Error::InvalidCertificate`.
 _CERTIFICATE = "InvalidCertificate("
