@@ -229,7 +229,7 @@ def test_discard_frees_block_and_copy() -> None:
         assert [tier.used_bytes for tier in tiers.stats().tiers.values()] == [0, 0]
 
 
-def test_least_recently_used_block_is_demoted_until_used() -> None:
+def test_least_recently_used_block_is_demoted_and_promoted_on_use() -> None:
     source = Source()
     with make(200, 200) as tiers:
         for i in range(3):

@@ -72,7 +72,7 @@ def test_packed_rows_ending_midbyte_are_not_split():
     assert CopyOperation().recipes([odd])[0].align == 0
 
 
-def test_rename_applies_first_rule_and_drops_tensors():
+def test_rename_applies_first_matching_rule():
     rename = Rename(((r"^old\.", "new."), (r"drop", ""), (r"old", "never")))
     recipes = rename.recipes([table(**{"old.a": (1,), "drop": (1,), "kept": (1,)})])
     assert [recipe.outputs[0].spec.name for recipe in recipes] == ["new.a", "kept"]

@@ -263,7 +263,7 @@ def test_attention_head_counts_are_found_in_config(config, heads):
 
 
 @pytest.mark.parametrize("sources", [1, 2])
-def test_missing_key_head_count_is_rejected(sources):
+def test_unknown_number_of_key_heads_is_rejected(sources):
     # Sixteen rows of keys may be one head, two or more.
     one = {"a.q_proj.weight": torch.zeros(64, 2), "a.k_proj.weight": torch.zeros(16, 2)}
     with pytest.raises(PlanError, match="their numbers are unknown") as caught:

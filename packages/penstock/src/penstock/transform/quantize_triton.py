@@ -187,7 +187,7 @@ def quantise_tiles(
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """Quantise a tile in blocks. With STRIP, its rows are blocks as long as the matrix.
+    """Quantise a tile in blocks. With STRIP, each row of the tile is one block, as long as a row of the matrix.
 
     With WIDE, source, codes and columns are aligned to 16 bytes, and neighbours in a row are neighbours in memory.
     """

@@ -262,10 +262,10 @@ class Release:
             raise ConfigError(message, hint="call release(free=False, returns=True)")
         if target is None:
             message = f"the target of {self.name!r} is a function, and its tensors cannot be digested"
-            raise ConfigError(message, hint="pass the tensors to subscriber(), or call release() without returns")
+            raise ConfigError(message, hint="pass the tensors to subscriber(), or call release() with returns=False")
         if self.states.at_rest is SubscriberState.DIRTY:
             message = f"the target of {self.name!r} has parts of several versions, so it cannot be restored"
-            raise ConfigError(message, hint="call release() without returns, or update() first")
+            raise ConfigError(message, hint="call release() with returns=False, or update() first")
 
     def restore(
         self,
