@@ -21,7 +21,7 @@ def trained() -> Llama:
 
 
 @torch.no_grad()
-def test_single_llama_rank_matches_trained_model() -> None:
+def test_llama_rank_has_logits_of_trained_model() -> None:
     model, served = trained(), LlamaRank(SIZES)
     served.load_weights(model.state_dict().items())
     torch.testing.assert_close(served(TOKENS), model(TOKENS))
@@ -29,7 +29,7 @@ def test_single_llama_rank_matches_trained_model() -> None:
 
 
 @torch.no_grad()
-def test_two_ranks_match_trained_model() -> None:
+def test_two_llama_ranks_have_logits_of_trained_model() -> None:
     model, parts, meet = trained(), dict[int, torch.Tensor](), threading.Barrier(2, timeout=60)
     made: dict[int, torch.Tensor] = {}
 

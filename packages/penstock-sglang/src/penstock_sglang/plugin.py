@@ -226,7 +226,7 @@ def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     # DeepGEMM and FlashInfer are already imported at this point, and have read the paths of their caches.
     if options.get("compile_cache"):
         hint = 'run eval "$(penstock compile-cache restore URI --engine sglang)" before SGLang'
-        raise ConfigError("SGLang cannot move its caches when it loads a model", hint=hint)
+        raise ConfigError("SGLang cannot change its compile cache when it loads a model", hint=hint)
     return options
 
 

@@ -140,7 +140,7 @@ class Reshard(Unchanged):
         return Recipe(outputs=outputs, inputs=(*inputs, *copies), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts along a later dim. Each output row requires the same row of every source."""
+        """Return a recipe that splits along a dim other than the first. An output row needs that row of all sources."""
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])
         inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))

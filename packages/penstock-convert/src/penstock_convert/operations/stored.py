@@ -424,7 +424,7 @@ def _plain(name: str, specs: _Specs, blocks: tuple[Block, ...], config: Mapping[
     # Refuse a second scale or a zero point, because ignoring it would yield wrong weights.
     if others or any(f"{base}_{other}" in specs for other in ("scale_2", "global_scale", "zero_point", "scalar")):
         return "it has scales of an unknown format"
-    # Refuse torchao's MXFP8 and INT8, because only the header of the file contains the order of their scales.
+    # Refuse torchao's MXFP8 and INT8, because the tensors do not show the order of their scales. Only the header does.
     if is_torchao and (dtype not in FP8 or kind not in FLOATS):
         return f"{dtype} codes of an unknown format"
     if dtype is DType.I8 and kind is DType.F8_E8M0:

@@ -70,7 +70,7 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str] | None) -> Trace:
-    """Return a trace to save at `path`, or of busy seconds only if `path` is None. Raise ConfigError for a bad path."""
+    """Return a trace that is saved at `path`. Without `path` it only sums busy seconds. Raises ConfigError."""
     if path is not None:
         path = text_of(path)
         # Append, so that an earlier trace stays until this trace is saved.

@@ -110,7 +110,7 @@ class ServerExchange:
         """Send the head of a response that ends with the connection. The handler sends the body for up to `lasts_s`."""
         self.closes = True
         self.begin_answer(0, fields)
-        # The pace of each call detects a client that reads nothing.
+        # Each call fails if the client reads too slowly, so one that reads nothing is detected.
         self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:

@@ -124,7 +124,7 @@ def _is_listening(path: Path) -> bool:
     try:
         connect_unix(os.fspath(path), _PROBE_S).close()
     except (TimeoutError, PermissionError):
-        # The queue is full because the process is too busy to accept, or a process of another user listens.
+        # Either the process is too busy to accept, or another user's process is listening on this address.
         return True
     except OSError:
         return False

@@ -376,7 +376,7 @@ class ReadPieces:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChunkTable:
-    """Leaves and chunks of a line. The line consists of the bytes of all rows, concatenated.
+    """The leaves and chunks of the bytes of all rows, which are concatenated to a *line*.
 
     Chunk `c` consists of leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row. There are
     no columns for leaves, because building 230,000 entries delayed a fetch of 60 GB by 10 ms.

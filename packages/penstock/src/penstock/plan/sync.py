@@ -525,7 +525,7 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
     while at < num_tensors:
         starts.append(at)
         stop = num_tensors
-        # Buckets are the same for all receivers, so a bucket ends where it is full for the first receiver.
+        # Buckets are the same for all receivers, so a bucket ends as soon as it is full for any receiver.
         for places, sums in takers:
             row = int(np.searchsorted(places, at))
             before = int(sums[row - 1]) if row else 0

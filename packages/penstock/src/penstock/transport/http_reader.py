@@ -355,7 +355,7 @@ class _Carrier:
             if is_coded:
                 choice.declined()
             if reply.length != nbytes + TRAILER.size:
-                raise FormatError("the response has a different length than the request", uri=read.uri)
+                raise FormatError("the response does not have the requested length", uri=read.uri)
             return self._receive(connection.wire, part, nbytes)
         finally:
             choice.end(is_coded)

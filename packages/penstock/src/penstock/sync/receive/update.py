@@ -389,7 +389,7 @@ class UpdateLoop:
         return moved
 
     def require_in_place(self) -> None:
-        """Raise ConfigError if tensors moved since the version was planned or staged for their memory."""
+        """Raise ConfigError if tensors have moved since the version was planned or staged."""
         moved = [] if self.requirements is None else self._followed.moved()
         if not moved and self._storages.are_there():
             return
@@ -588,7 +588,7 @@ class UpdateLoop:
         self.buffers.install()
 
     def copy_staged(self, staged: Staged) -> None:
-        """Copy or exchange the staging copy into the target. Raises the errors of `StagingCopy.flip`."""
+        """Copy the staged bytes into the target, or swap their memory. Raises like `StagingCopy.flip`."""
         assert self.buffers is not None and self.buffers.staging_copy is not None and staged.part is not None
         if self.buffers.staging_copy.flip(staged.part, stall_s=self._stall_s) and self._transfer is not None:
             # The staging copy now holds the memory and the bytes of the previous version.

@@ -158,7 +158,7 @@ class StridedView(NamedTuple):
 
 
 def between(source: StridedView, target: StridedView, shape: tuple[int, ...]) -> StrideMap:
-    """Return the copy between two views with `shape`. Raise NotBoxes if a view steps unevenly."""
+    """Return the strides of a copy between two views of shape `shape`. Raise NotBoxes if a view steps unevenly."""
     # Views of experts differ only in their starts, on which the digits usually do not depend.
     even = _even(source._replace(offset=0), target._replace(offset=0), shape)
     if even is not None:
