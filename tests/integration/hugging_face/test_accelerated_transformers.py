@@ -86,7 +86,7 @@ def test_uri_selects_revision_and_folder(hub: HuggingFaceServer, models: dict[st
     for name in ("org/one@next", "hf://org/one@next", "hf://org/one@next/sub"):
         assert_same_model(from_pretrained(AutoModelForCausalLM, name), true)
     for name, options, what in [
-        ("hf://org/one@next", {"revision": "main"}, "revision differs"),
+        ("hf://org/one@next", {"revision": "main"}, "revision= differs"),
         ("hf://org/one/sub/model.safetensors", {}, "a folder, not a file"),
         ("hf://datasets/org/one", {}, "a dataset is not a model"),
     ]:
