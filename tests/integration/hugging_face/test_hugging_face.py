@@ -413,7 +413,7 @@ def test_mistyped_local_path_sends_no_hub_request(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for path in ("models/llama", "absent/model.safetensors", "absent/model.safetensors.index.json"):
-        with pytest.raises(NotFound, match="no such|does not exist"):
+        with pytest.raises(NotFound, match=r"no such|does not exist"):
             load(hub, path)
     assert not hub.requests
 

@@ -158,7 +158,7 @@ class TensorRegions:
         return cuts
 
     def line_of(self, row: int) -> int | None:
-        """Return the wanted row that equals a plan row, or None if the plan row is a piece."""
+        """Return the wanted row that equals a plan row, or None if the plan row is only a piece of a wanted row."""
         found = self._rows[row]
         return None if isinstance(found, _RowPieces) else found
 

@@ -181,7 +181,7 @@ class Publisher(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the publishers' epoch and the newest version, or an empty string before the first version."""
+        """Return the publishers' epoch and the newest version as a text, which is empty before the first version."""
         return f"{self._announcements.epoch}:{self.version}" if self.version >= 0 else ""
 
     @property
