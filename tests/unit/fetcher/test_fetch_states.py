@@ -530,6 +530,29 @@ def test_closing_fetch_aborts_pending_reads() -> None:
         fetch.run.run()
 
 
+def test_read_posted_while_fetch_closes_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = Fetch({"A": "stalls"}, stall_s=60.0)
+    posting, may_post, post = threading.Event(), threading.Event(), Holder.post_read
+
+    def post_late(holder: Holder, into: object, source: object, chunks: I64) -> Read:
+        posting.set()
+        assert may_post.wait(30)
+        return post(holder, into, source, chunks)
+
+    monkeypatch.setattr(Holder, "post_read", post_late)
+    begun = time.monotonic()
+    with fetch.run:
+        fetch.run.start()
+        wait_until(lambda: "A" in fetch.holders)
+        fetch.run.assign()
+        assert posting.wait(30)
+        timer = threading.Timer(0.2, may_post.set)
+        timer.start()
+    timer.join()
+    assert time.monotonic() - begun < 20
+    assert all(isinstance(read.error, Cancelled) for read in fetch.holders["A"].posted)
+
+
 def test_cancelling_fetch_cancels_its_run() -> None:
     fetch = Fetch({}, stall_s=60.0)
     timer = threading.Timer(0.05, lambda: fetch.run.ticket.cancel())

@@ -162,7 +162,6 @@ def _text(module: str) -> bytes:
 
 
 _kernels: dict[tuple[_Shape, torch.device], _Kernel | None] = {}
-"""Results of `_loaded`."""
 _compiled: set[tuple[_Shape, torch.device]] = set()
 """Kernels that this process compiled and tried to store."""
 

@@ -369,7 +369,7 @@ def _follow(
 class ReadFromUpstream:
     """A work item that reads chunks from an upstream's memory. The fetch may stop the reads while the item runs."""
 
-    __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
+    __slots__ = ("_chunks", "_fetch", "_posted", "_stop_error", "name", "nbytes", "priority", "upstream_reader")
 
     def __init__(self, fetch: FetchRun, reader: UpstreamReader, chunks: I64) -> None:
         self.priority = int(chunks[0])
@@ -379,6 +379,7 @@ class ReadFromUpstream:
         self._fetch = fetch
         self._chunks = chunks
         self._posted: list[PendingRead] = []
+        self._stop_error: PenstockError | None = None
 
     @property
     def received_bytes(self) -> int:
@@ -387,7 +388,8 @@ class ReadFromUpstream:
 
     def stop(self, error: PenstockError) -> None:
         """Stop the read early if its transport supports that."""
-        # Copy the list, because the item's thread may be posting.
+        # The item's thread may be posting, so set the error before the list is copied.
+        self._stop_error = error
         for read in list(self._posted):
             if isinstance(read, Stoppable):
                 read.fail(error)
@@ -428,6 +430,8 @@ class ReadFromUpstream:
         for transport, into, source, rows in reads:
             read = transport.post_read(into, source, rows)
             self._posted.append(read)
+            if self._stop_error is not None:
+                self.stop(self._stop_error)
             yield transport, read
 
     def finish(self) -> None:
