@@ -23,7 +23,7 @@ import safetensors
 from penstock.errors import FormatError, PenstockError
 from penstock.storage import MemorySource, headers, manifest
 from penstock.storage.gguf import GgufHeader
-from penstock.storage.headers import MAGIC as GGUF
+from penstock.storage.headers import GGUF_MAGIC as GGUF
 from penstock.storage.safetensors import parse_index, read_header
 from penstock_convert.operations.gguf_header import Info, encode_header, number_field, text_field
 

@@ -24,7 +24,7 @@ import penstock
 from penstock.errors import FormatError, NotFound, PenstockError, SourceTruncated
 from penstock.storage import MemorySource
 from penstock.storage.gguf import GgufHeader
-from penstock.storage.headers import MAGIC, read_header
+from penstock.storage.headers import GGUF_MAGIC, read_header
 
 U8, U16, I32, U32, BOOL, STRING, ARRAY = 0, 2, 5, 4, 7, 8, 9
 BIG = 2**64 - 1
@@ -46,7 +46,7 @@ def info(name: bytes | str = "a", dims: tuple[int, ...] = (8,), kind: int = 0, o
 def file_of(
     *parts: bytes, fields: int = 0, tensors: int = 0, version: int = 3, body: int = 256, alignment: int = 32
 ) -> bytes:
-    head = MAGIC + struct.pack("<IQQ", version, tensors, fields) + b"".join(parts)
+    head = GGUF_MAGIC + struct.pack("<IQQ", version, tensors, fields) + b"".join(parts)
     return head + bytes(-len(head) % alignment) + bytes(body)
 
 
@@ -62,7 +62,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "another version": (file_of(version=1), "GGUF version 1"),
     "version zero": (file_of(version=0), "GGUF version 0"),
     "a later version": (file_of(version=4), "GGUF version 4"),
-    "big-endian": (MAGIC + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "big-endian": (GGUF_MAGIC + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "many tensors": (file_of(tensors=BIG), "tensors, above the limit"),
     "more tensors than bytes": (file_of(tensors=1000), "1000 tensors cannot fit in a file of"),
     "many entries": (file_of(fields=BIG), "entries, above the limit"),
@@ -176,21 +176,22 @@ def hundred_mb(piece: bytes, head: bytes) -> bytes:
         pytest.param(
             hundred_mb(
                 bytes(8),
-                MAGIC + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", ARRAY, STRING, 300_000),
+                GGUF_MAGIC + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", ARRAY, STRING, 300_000),
             ),
             id="empty strings",
         ),
         pytest.param(
             hundred_mb(
                 bytes(8),
-                MAGIC + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", ARRAY, STRING, 12_000_000),
+                GGUF_MAGIC + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", ARRAY, STRING, 12_000_000),
             ),
             id="more strings than are read",
         ),
         pytest.param(
-            hundred_mb(text("") + struct.pack("<IB", U8, 0), MAGIC + struct.pack("<IQQ", 3, 0, 65_536)), id="empty keys"
+            hundred_mb(text("") + struct.pack("<IB", U8, 0), GGUF_MAGIC + struct.pack("<IQQ", 3, 0, 65_536)),
+            id="empty keys",
         ),
-        pytest.param(hundred_mb(info("", dims=()), MAGIC + struct.pack("<IQQ", 3, 1 << 19, 0)), id="empty names"),
+        pytest.param(hundred_mb(info("", dims=()), GGUF_MAGIC + struct.pack("<IQQ", 3, 1 << 19, 0)), id="empty names"),
     ],
 )
 def test_longest_header_uses_little_memory(data: bytes) -> None:
@@ -309,7 +310,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @settings(max_examples=400, deadline=None)
-@given(mutated() | st.binary(max_size=80).map(lambda tail: MAGIC + struct.pack("<I", 3) + tail))
+@given(mutated() | st.binary(max_size=80).map(lambda tail: GGUF_MAGIC + struct.pack("<I", 3) + tail))
 def test_accepted_mutated_gguf_files_match_gguf_package(data: bytes) -> None:
     try:
         header = read_header(MemorySource(data, uri="memory:m.gguf"))
@@ -333,6 +334,6 @@ def test_accepted_mutated_gguf_files_match_gguf_package(data: bytes) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_raise_only_typed_errors(data: bytes) -> None:
-    for head in (b"", MAGIC, MAGIC + struct.pack("<IQQ", 3, 1, 1)):
+    for head in (b"", GGUF_MAGIC, GGUF_MAGIC + struct.pack("<IQQ", 3, 1, 1)):
         with contextlib.suppress(FormatError, SourceTruncated):
             read_header(MemorySource(head + data, uri="memory:m.gguf"))

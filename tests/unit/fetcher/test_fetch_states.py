@@ -27,7 +27,7 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.fetcher.hub_poller import HubState
-from penstock.fetcher.run import FetchRun, FetchState
+from penstock.fetcher.run import FetchRun, FetchState, ReadFromUpstream
 from penstock.fetcher.upstream import UNNAMED
 from penstock.hub.messages import ClaimReply, Identity, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
@@ -551,6 +551,17 @@ def test_read_posted_while_fetch_closes_is_aborted(monkeypatch: pytest.MonkeyPat
     timer.join()
     assert time.monotonic() - begun < 20
     assert all(isinstance(read.error, Cancelled) for read in fetch.holders["A"].posted)
+
+
+def test_read_that_begins_after_close_is_aborted() -> None:
+    fetch = Fetch({"A": "stalls"}, stall_s=60.0)
+    with fetch.run:
+        fetch.run.start()
+        wait_until(lambda: "A" in fetch.holders)
+    begun = time.monotonic()
+    with pytest.raises(Cancelled):
+        ReadFromUpstream(fetch.run, fetch.holders["A"], np.array([0])).start()  # type: ignore[arg-type]
+    assert time.monotonic() - begun < 20
 
 
 def test_cancelling_fetch_cancels_its_run() -> None:

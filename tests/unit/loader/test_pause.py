@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import threading
 
 import pytest
 
@@ -43,4 +45,25 @@ def test_garbage_collector_is_paused_only_inside_block() -> None:
     assert gc.isenabled()
     with paused_gc(), paused_gc():
         assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_child_forked_while_other_thread_pauses_collects_garbage() -> None:
+    paused, may_end = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with paused_gc():
+            paused.set()
+            may_end.wait(30)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert paused.wait(30)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    _, status = os.waitpid(child, 0)
+    may_end.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
     assert gc.isenabled()

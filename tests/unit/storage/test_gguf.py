@@ -17,7 +17,7 @@ from penstock.config import Settings
 from penstock.errors import FormatError
 from penstock.storage import MemorySource
 from penstock.storage.gguf import BLOCK_TYPES, PLAIN, TYPES, GgufHeader, blocks_of
-from penstock.storage.headers import GUESS_BYTES, read_header
+from penstock.storage.headers import GGUF_GUESS_BYTES, read_header
 from penstock.storage.weight_set import open_weights
 from penstock.types import DType
 
@@ -112,8 +112,8 @@ def test_large_gguf_header_is_read_in_two_requests(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=150_000)
     source = Counted(path.read_bytes())
     header = read_header(source)
-    assert header.data_offset > 2 * GUESS_BYTES
-    assert len(source.reads) == 2 and source.reads[0] == (0, GUESS_BYTES)
+    assert header.data_offset > 2 * GGUF_GUESS_BYTES
+    assert len(source.reads) == 2 and source.reads[0] == (0, GGUF_GUESS_BYTES)
     assert header.read_nbytes == sum(nbytes for _, nbytes in source.reads)
     (small,) = gguf_file.write(tmp_path / "small.gguf")
     source = Counted(small.read_bytes())

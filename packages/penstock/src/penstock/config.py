@@ -22,11 +22,9 @@ from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
 REMOTE_FETCH_THREADS = 16
-"""Default number of threads that read one remote checkpoint.
-
-A request waits 20-200 ms for its first byte, and one connection to S3 carries 85-90 MB/s. Source: AWS, "Performance
-guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
-"""
+"""Default number of threads that read one remote checkpoint. A request waits 20-200 ms for its first byte, and one
+connection to S3 carries 85-90 MB/s. Source: AWS, "Performance guidelines for Amazon S3";
+benchmarks/results/cpu2_202611/objects.md."""
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 

@@ -67,7 +67,7 @@ def paused_gc() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _depth -= 1
+            _depth = max(0, _depth - 1)
             if _depth == 0 and _was_enabled:
                 gc.enable()
 
@@ -100,14 +100,18 @@ def quick_handover() -> Iterator[None]:
                 sys.setswitchinterval(_interval_s)
 
 
-def _end_quick() -> None:
-    # The threads that shortened the interval do not exist in the forked child.
-    global _lock, _num_quick
+def _restore_after_fork() -> None:
+    # The threads that changed these settings do not exist in the forked child.
+    global _lock, _num_quick, _depth
     # Another thread may have held the lock at the moment of the fork.
     _lock = threading.Lock()
     if _num_quick:
         _num_quick = 0
         sys.setswitchinterval(_interval_s)
+    if _depth:
+        _depth = 0
+        if _was_enabled:
+            gc.enable()
 
 
-os.register_at_fork(after_in_child=_end_quick)
+os.register_at_fork(after_in_child=_restore_after_fork)

@@ -65,7 +65,6 @@ def plain(value: Any) -> Any:
 
 def pre(text: str) -> str:
     """Return a text as escaped HTML that preserves the line breaks."""
-    # Only notebooks need this module.
     import html
 
     return f"<pre>{html.escape(text)}</pre>"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.storage.gguf import ALIGNMENT
-from penstock.storage.headers import MAGIC
+from penstock.storage.headers import GGUF_MAGIC
 
 _VERSION = 3
 # Numbers that stand for the value types in the metadata.
@@ -41,7 +41,7 @@ def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
         fields: encoded metadata entries.
         infos: the tensors in file order.
     """
-    parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(fields)), *fields]
+    parts = [GGUF_MAGIC, struct.pack("<IQQ", _VERSION, len(infos), len(fields)), *fields]
     for info in infos:
         dims = info.shape[::-1]
         numbers = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, info.number, info.offset)

@@ -276,5 +276,4 @@ def _launcher() -> Any:
 
 def _check(code: int) -> None:
     if code:
-        hint = "look up the code under CUresult in the CUDA driver API"
-        raise DestinationError(f"a kernel launch failed with CUDA error {code}", hint=hint)
+        raise DestinationError(f"a kernel launch failed with CUDA error {code}", hint="look up the code under CUresult")

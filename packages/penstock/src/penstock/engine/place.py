@@ -135,8 +135,7 @@ class CudaRegistrar:
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
-            message = f"cudaHostRegister of {nbytes} bytes failed with CUDA error {code}"
-            raise DestinationError(message, hint="lower memory_bytes")
+            raise DestinationError(f"cudaHostRegister of {nbytes} bytes: CUDA error {code}", hint="lower memory_bytes")
 
     def unregister(self, address: int) -> None:
         """See `Registrar.unregister`."""

@@ -262,6 +262,9 @@ class FetchRun(Run):
         """Register a read from an upstream that begins now."""
         with self._lock:
             self._reading.add(read)
+            # A read that begins after `close` has collected the reads would otherwise run until it stalls.
+            if self.state is FetchState.CLOSED:
+                read.stop(Cancelled("the fetch was closed"))
 
     def end_read(self, read: ReadFromUpstream) -> None:
         """Unregister a read from an upstream that ended or never began."""

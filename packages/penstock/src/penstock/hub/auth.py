@@ -228,8 +228,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         patterns = tuple(word for word in words[1:] if word != OPERATOR)
         # Any other word that begins with @ is probably a misspelt right, because no model's name begins with @.
         if unknown := next((word for word in patterns if word.startswith("@")), None):
-            hint = f"remove {unknown}, or write {OPERATOR}, which is the only right"
-            raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=hint)
+            raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=f"the only right is {OPERATOR}")
         caller = Caller(patterns or None, _token_name(words[0]), is_operator=OPERATOR in words)
         tokens.append((words[0].encode(), caller))
     if not tokens:

@@ -12,8 +12,8 @@ from penstock.storage.source import Source
 from penstock.types import MIB
 
 GGUF_SUFFIX = ".gguf"
-MAGIC = b"GGUF"
-GUESS_BYTES = MIB
+GGUF_MAGIC = b"GGUF"
+GGUF_GUESS_BYTES = MIB
 """Bytes of the first read from a file, enough for a header without a large tokenizer. The header of Llama 3 has 7.8 MB.
 Each further read is four times as long as the bytes read so far."""
 
@@ -36,11 +36,11 @@ _CONVERT = (
 def read_header(source: Source) -> Header:
     """Read and check a safetensors or GGUF header. Raises FormatError, UnsafeFormat (a pickle) or SourceTruncated."""
     is_named = source.uri.partition("?")[0].endswith(GGUF_SUFFIX)
-    first = bytearray(min(GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
+    first = bytearray(min(GGUF_GUESS_BYTES if is_named else safetensors.HEADER_GUESS_BYTES, source.nbytes))
     if first:
         source.readv(0, [memoryview(first)])
     # Check the magic, because cached files have no suffix. As a safetensors header length, it exceeds the limit.
-    if first.startswith(MAGIC):
+    if first.startswith(GGUF_MAGIC):
         from penstock.storage import gguf
 
         return gguf.read_header(source, first)

@@ -157,8 +157,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
             raise ConfigError(f"metadata of a version must map str to str, but {key!r} has type {type(text).__name__}")
         if len(key) > MAX_METADATA_CHARS or len(text) > MAX_METADATA_CHARS:
             hint = f"pass at most {MAX_METADATA_CHARS} characters, or publish a tensor instead"
-            longest = max(len(key), len(text))
-            raise ConfigError(f"metadata {key[:64]!r} of a version has {longest} characters", hint=hint)
+            raise ConfigError(
+                f"metadata {key[:64]!r} of a version has {max(len(key), len(text))} characters", hint=hint
+            )
     if len(metadata) > MAX_METADATA_KEYS:
         raise ConfigError(f"a version can have at most {MAX_METADATA_KEYS} metadata entries, not {len(metadata)}")
 

@@ -262,5 +262,4 @@ def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Laun
 def _launch(name: str, group: _LaunchTiles, *, num_warps: int = 4, **constants: int | str) -> None:
     arguments = group.table, group.num_matrices, _COLUMNS * group.num_matrices
     constants |= {"SOURCE": str(group.key.dtype), "WIDE": group.key.wide}
-    module = "penstock.transform.quantize_triton"
-    Launch(module, name, group.num_tiles, arguments, constants, num_warps=num_warps).run()
+    Launch("penstock.transform.quantize_triton", name, group.num_tiles, arguments, constants, num_warps=num_warps).run()

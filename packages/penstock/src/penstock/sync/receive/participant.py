@@ -102,8 +102,7 @@ class Participant:
         name = self.membership.name
         if isinstance(decision, Undecided):
             if decision.is_past:
-                why = "because a later version is already decided"
-                raise StaleDescriptor(f"version {version} of {name!r} is outdated, {why}", hint="call update()")
+                raise StaleDescriptor(f"{name!r} already has a later version than {version}", hint="call update()")
             message = f"cannot learn the fleet's decision on version {version} of {name!r}"
             message = f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub replies"
             raise SourceStalled(message, hint="the previous version stays live, so call commit() or update() again")
