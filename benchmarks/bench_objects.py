@@ -255,7 +255,7 @@ def serving(kind: str, folder: Path, data: bytes) -> Iterator[dict[str, str]]:
         with RangeServer({f"{BUCKET}/{KEY}": data}) as plain_server:
             yield {"endpoint": plain_server.url, "access_key": "any", "secret_key": "any"}
         return
-    from tests.support.servers.s3 import free_ports
+    from tests.support.ports import free_ports
 
     port = free_ports(1)[0]
     (folder / BUCKET).mkdir()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.support.fork_server import ForkServer
+from tests.support.ports import free_ports
 
 from penstock_convert.workers import launch as launcher
 
@@ -77,9 +78,7 @@ def prompt() -> list[int]:
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, str]]:
     """Run an S3 server in a separate process, and yield the `storage_options` for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
+from tests.support.ports import free_ports  # noqa: E402
 from tests.unit.sync.moved import assert_same  # noqa: E402 - after what it needs
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.engines
 @pytest.fixture(scope="module")
 def vllm_config() -> Iterator[Callable[[Any], Any]]:
     """Set up vLLM's distributed state for one rank, and yield a function that makes its configuration for a model."""
-    import socket
     import warnings
 
     with warnings.catch_warnings():
@@ -38,9 +38,7 @@ def vllm_config() -> Iterator[Callable[[Any], Any]]:
         initialize_model_parallel,
     )
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
         initialize_model_parallel(1, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.ports import free_ports
 
 pytestmark = [
     pytest.mark.engines,
@@ -31,9 +31,7 @@ def at(tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from vllm_routes import Client
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
 
     @contextlib.contextmanager
     def serve() -> Iterator[Client]:

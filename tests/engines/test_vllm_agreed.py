@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support.ports import free_ports
 
 pytestmark = [
     pytest.mark.engines,
@@ -51,9 +51,7 @@ if __name__ == "__main__":
 def test_failure_on_one_rank_raises_on_all_ranks(tp: int, pp: int, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     environ = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     workers = [
         subprocess.Popen(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_ports
 
 
 class Server:
@@ -90,9 +91,7 @@ def serving(
     options: Sequence[str] = ("--skip-tokenizer-init",),
 ) -> Iterator[Server]:
     """Run a server for a model, with its log and caches in `directory`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
     command += [*options, "--enforce-eager", "--dtype", "float32", "--max-model-len", "192"]

@@ -9,7 +9,6 @@ import json
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -36,6 +35,7 @@ from tests.support import commands
 from tests.support.fleet import Task, Worker
 from tests.support.fork_server import ForkServer
 from tests.support.keeper import KeeperProcess
+from tests.support.ports import free_ports
 from tests.support.sync import SyncTask, SyncWorker
 
 from penstock.telemetry.metrics import METRICS
@@ -106,17 +106,6 @@ def wait_until(reached: Callable[[], object], what: str, *, timeout_s: float = 3
     while not (now := reached()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}: {now}"
         time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def configuration(directory: Path, hub_port: int, ports: list[int]) -> Path:

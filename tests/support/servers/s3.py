@@ -6,11 +6,9 @@ Each runs in its own `with` block, which ends all of its processes. They listen 
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import os
 import shutil
-import socket
 import subprocess
 import time
 import uuid
@@ -24,9 +22,16 @@ from urllib.parse import urlsplit
 
 import obstore
 from obstore.store import S3Store
+from tests.support.ports import free_ports
 
 _READY_S = 90.0
 """Time limit for a server's first answer, in seconds. It took 12 s on two idle cores, and a busy machine needs more."""
+
+_ATTEMPTS = 2
+"""Starts before the failure counts. Once, Ceph's monitor did not answer a command within 90 s on a busy machine."""
+
+_COMMAND_S = 60.0
+"""Time limit for one command, in seconds. Each took less than 2 s on two idle cores."""
 
 _BUCKET_S = 30.0
 """Seconds in which a server may say that it is not ready. Swift does so while its parts start."""
@@ -62,13 +67,21 @@ class S3Server(ABC):
 
     def __enter__(self) -> Self:
         self.check()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._start()
-            self._wait_until(self._answers, f"{self.name} to answer")
-        except BaseException:
-            self._stop()
-            raise
+        for attempt in range(1, _ATTEMPTS + 1):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._start()
+                self._wait_until(self._answers, f"{self.name} to answer")
+            except RuntimeError:
+                self._stop()
+                if attempt == _ATTEMPTS:
+                    raise
+                shutil.rmtree(self.folder, ignore_errors=True)
+            except BaseException:
+                self._stop()
+                raise
+            else:
+                break
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -134,24 +147,38 @@ class S3Server(ABC):
             )
 
     def _do(self, *command: str | Path) -> str:
-        """Run a command to its end and return its output."""
-        done = subprocess.run(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            cwd=self.folder,
-            timeout=_READY_S,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{command[0]} failed: {done.stderr.decode(errors='replace')[-2000:]}")
-        return done.stdout.decode()
+        """Run a command to its end and return its output. Raise RuntimeError if a server that it may need has ended."""
+        words = [str(word) for word in command]
+        deadline_s = time.monotonic() + _COMMAND_S
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd=self.folder) as process:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=1.0)
+                    break
+                except subprocess.TimeoutExpired:
+                    pass
+                try:
+                    self._raise_if_ended()
+                    if time.monotonic() > deadline_s:
+                        raise RuntimeError(f"{words} did not end within {_COMMAND_S} s; see {self.folder}")
+                except RuntimeError:
+                    process.kill()
+                    raise
+        if process.returncode:
+            raise RuntimeError(f"{command[0]} failed: {errors.decode(errors='replace')[-2000:]}")
+        return output.decode()
+
+    def _raise_if_ended(self) -> None:
+        """Raise RuntimeError if a background process has ended."""
+        for process in self._processes:
+            if process.poll() is not None:
+                raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see {self.folder}")
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + _READY_S
         while not ready():
-            for process in self._processes:
-                if process.poll() is not None:
-                    raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see {self.folder}")
+            self._raise_if_ended()
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"waited {_READY_S} s for {what}; see {self.folder}")
             time.sleep(0.1)
@@ -177,15 +204,6 @@ class S3Server(ABC):
                 process.kill()
                 process.wait()
         self._processes.clear()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return `count` different ports of 127.0.0.1 that were free just now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 class SwiftServer(S3Server):
