@@ -83,6 +83,8 @@ SAME_FLOOR |= {("config", "arguments")}
 SAME_FLOOR |= {("transport", "memory")}
 # The tier on disk writes and reads files as storage does.
 SAME_FLOOR |= {("memory", "storage")}
+# A peer's memory is mapped as a file is, at an address that allows huge pages.
+SAME_FLOOR |= {("transport", "storage")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (

@@ -98,7 +98,7 @@ class FakeCuda(CudaDriver):
         if address in self._opened:
             return address, self._opened[address]
         mapped = self._allocation(address)
-        return mapped.address, len(mapped)
+        return mapped.address, mapped.nbytes
 
     def _allocation(self, address: int) -> MappedMemfd:
         mapped = shared_at(address, 1)
@@ -114,7 +114,7 @@ class FakeCuda(CudaDriver):
         if self._piece_at(base) is not None:
             return None
         mapped = self._allocation(base)
-        return _HANDLE.pack(os.getpid(), mapped.fd, len(mapped)).ljust(IPC_HANDLE_BYTES, b"\0")
+        return _HANDLE.pack(os.getpid(), mapped.fd, mapped.nbytes).ljust(IPC_HANDLE_BYTES, b"\0")
 
     def ipc_open(self, handle: bytes) -> int:
         pid, fd, nbytes = _HANDLE.unpack_from(handle)

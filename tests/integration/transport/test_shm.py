@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import time
 
 import msgspec
+import numpy as np
 import pytest
 from tests.support.holder import HolderProcess, allocate, pattern
 
@@ -48,6 +50,22 @@ def num_mapped() -> int:
 def test_second_process_reads_memory(reader, holder) -> None:
     assert read(reader, holder.descriptor) == pattern(NBYTES)
     assert read(reader, holder.fence(2)) == pattern(NBYTES, 2)
+
+
+@pytest.mark.parametrize("touched", [False, True], ids=["new memory", "memory in use"])
+def test_read_changes_only_requested_bytes(reader, touched: bool) -> None:
+    """Read into memory that no arena contains, from and to offsets that no page boundary shares."""
+    transport, _ = reader
+    memory = mmap.mmap(-1, 24 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(memory, np.uint8)
+    if touched:
+        whole[:] = 0
+    into = transport.register_into(Memory.of_buffer(whole[1000:-1000].data))
+    with HolderProcess("shm", nbytes=20_000_000) as large:
+        row = 777, 12_345, 19_000_000
+        transport.wait(transport.post_read(into, large.descriptor, segments([row])), stall_s=5)
+    assert whole[13_345 : 13_345 + 19_000_000].tobytes() == pattern(20_000_000)[777 : 777 + 19_000_000]
+    assert not whole[:13_345].any() and not whole[13_345 + 19_000_000 :].any()
 
 
 def test_fence_in_holder_process_is_detected(reader, holder) -> None:

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import resource
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError
-from penstock.memory.arena import ALIGN_BYTES, Arena, needed_bytes
+from penstock.memory import arena as arenas
+from penstock.memory.arena import ALIGN_BYTES, Arena, needed_bytes, populate
 from penstock.memory.memfd import check_peer_memfd, create_memfd, shared_at
 from penstock.memory.rehome import rehome
+from penstock.storage.mapped import HUGE_PAGE_BYTES, Mapping
 
 
 def fds() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def page_kilobytes(field: str) -> int:
+    """Return a field of the arenas' mappings in `/proc/self/smaps`."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = "memfd:penstock-arena" in line
+        elif ours and line.startswith(f"{field}:"):
+            total += int(line.split()[1])
+    return total
 
 
 def test_arena_offsets_are_ordered_and_aligned() -> None:
@@ -92,6 +112,73 @@ def test_arena_lookup_succeeds_during_concurrent_allocations() -> None:
         sys.setswitchinterval(interval)
         stopped.set()
         changing.join(10)
+
+
+def has_shared_huge_pages() -> bool:
+    """Return whether this kernel collapses pages of a memfd: Linux 6.1, unless huge pages are denied."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    major, minor = (int(number) for number in os.uname().release.split(".")[:2])
+    return (major, minor) >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not has_shared_huge_pages(), reason="this kernel has no huge pages for memfds on request")
+def test_populated_arena_has_huge_pages() -> None:
+    gc.collect()
+    before = page_kilobytes("ShmemPmdMapped")
+    arena = Arena.allocate(4 * HUGE_PAGE_BYTES + 5000)
+    populate(arena.address, arena.nbytes)
+    assert arena.address % HUGE_PAGE_BYTES == 0
+    # The kernel may have no free huge page for some blocks.
+    assert page_kilobytes("ShmemPmdMapped") >= before + HUGE_PAGE_BYTES // 1024
+    peer = Mapping.map(shared_at(arena.address, 1).fd, 0, arena.nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
+    assert peer.address % HUGE_PAGE_BYTES == 0
+
+
+@pytest.mark.parametrize("missing", ["", "_MADV_COLLAPSE", "_MADV_POPULATE_WRITE"])
+def test_populate_keeps_bytes_on_every_kernel(missing: str, monkeypatch) -> None:
+    if missing:
+        monkeypatch.setattr(arenas, missing, 9999)
+    monkeypatch.setattr(arenas, "_SLOW_S", 60.0)
+    gc.collect()
+    before = page_kilobytes("Rss")
+    arena = Arena.allocate(4 * HUGE_PAGE_BYTES + 5000)
+    whole, places = arena.bytes_at(0, arena.nbytes), [0, 4095, HUGE_PAGE_BYTES - 1, 3 * HUGE_PAGE_BYTES + 77]
+    whole[places] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    populate(arena.address + 100, arena.nbytes - 200)
+    if missing != "_MADV_POPULATE_WRITE":
+        assert page_kilobytes("Rss") >= before + arena.nbytes // 1024 - 8
+    assert whole[places].tolist() == [1, 2, 3, 4]
+    assert int(whole.count_nonzero()) == 4
+
+
+def test_populate_beside_writers_loses_no_byte() -> None:
+    arena = Arena.allocate(8 * HUGE_PAGE_BYTES)
+    whole = arena.bytes_at(0, arena.nbytes)
+
+    def write(first: int) -> None:
+        for at in range(first, arena.nbytes, 4096):
+            whole[at] = 7
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (0, 2048)]
+    for writer in writers:
+        writer.start()
+    populate(arena.address, arena.nbytes)
+    for writer in writers:
+        writer.join(30)
+    assert int(whole.count_nonzero()) == arena.nbytes // 2048
+    assert bool((whole[::2048] == 7).all())
+
+
+def test_populate_leaves_populated_memory_as_is() -> None:
+    memory = mmap.mmap(-1, 4 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    flat.fill_(3)
+    before = faults()
+    populate(flat.data_ptr(), flat.numel())
+    # A collapse would fault every page again.
+    assert faults() - before < 100
+    assert bool((flat == 3).all())
 
 
 def test_invalid_arena_size_device_or_range_raises() -> None:

@@ -13,10 +13,9 @@ import stat
 import weakref
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from penstock import descriptors
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, PermissionDenied
+from penstock.storage.mapped import READ_WRITE, map_aligned
 
 _SEAL_FUTURE_WRITE = 0x10
 """Forbids new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h. Python names it from 3.13 on."""
@@ -34,13 +33,15 @@ class MappedMemfd(mmap.mmap):
     Attributes:
         fd: the memfd, which is open as long as the mapping exists.
         inode: number that is unique until the host reboots.
-        address, nbytes: the mapping, in whole pages.
+        address, nbytes: the memory, at a multiple of a huge page if it is as large.
+        start: offset of the memory in this buffer, which also covers addresses before and after the memory.
     """
 
     fd: int
     inode: int
     address: int
     nbytes: int
+    start: int
     close_fd: Callable[[], object]
 
     def close(self) -> None:
@@ -97,22 +98,21 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     try:
         # A memfd has mode 0777, so any user who receives a descriptor could open it again for writing.
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
-        mapped = MappedMemfd(fd, max(nbytes, mmap.PAGESIZE))
+        size = max(nbytes, mmap.PAGESIZE)
+        os.ftruncate(fd, size)
+        mapped, start, address = map_aligned(MappedMemfd, fd, READ_WRITE, mmap.MAP_SHARED)
         # The kernel refuses F_SEAL_WRITE while this writable mapping exists.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         mapped.fd = fd
         mapped.inode = os.fstat(fd).st_ino
-        mapped.nbytes = len(mapped)
+        mapped.address, mapped.nbytes, mapped.start = address, size, start
         if sealed:
             mapped.seal()
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise DestinationError(f"cannot create {nbytes} bytes of shared memory: {error}") from error
-    mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
     # Close the descriptor with the last reference, but not at exit, where other threads may still use it.
     mapped.close_fd = weakref.finalize(mapped, os.close, fd)
-    mapped.close_fd.atexit = False
     mapped.close_fd.atexit = False
     # A registration knows only the address of its memory, and finds the memfd with `shared_at`.
     _shared[mapped.address] = mapped

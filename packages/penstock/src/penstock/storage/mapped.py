@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -24,21 +24,24 @@ from penstock.storage.local import PAGE_BYTES, FileState, LocalFile, num_pages, 
 from penstock.types import MIB
 
 _LINUX = sys.platform == "linux"
-# Size of a huge page on x86-64, and on aarch64 with 4 KiB pages.
-_HUGE_PAGE_BYTES = 2 * MIB
+HUGE_PAGE_BYTES = 2 * MIB
+"""Size of a huge page on x86-64, and on aarch64 with 4 KiB pages."""
 # Available since Linux 5.14. Source: include/uapi/asm-generic/mman-common.h.
 _MADV_POPULATE_READ = 22
 # Flags that Python 3.11's mmap lacks. MAP_NORESERVE allows files larger than memory. Source:
 # include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_NORESERVE = 0x4000 if _LINUX else 0x40
 
-_libc: Any = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc: Any = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MmapT = TypeVar("_MmapT", bound=mmap.mmap)
 
 
 class MappedFile(LocalFile):
@@ -188,8 +191,25 @@ class MappedFile(LocalFile):
         return [(part, base) for part, base in parts if part is not None]
 
 
+def map_aligned(
+    kind: type[_MmapT], fd: int, prot: int, flags: int, nbytes: int = 0, offset: int = 0
+) -> tuple[_MmapT, int, int]:
+    """Map a range of a file, by default all. Return a buffer, the start in it, and the address. Raises OSError."""
+    # Map the file over an anonymous reservation, which C code unmaps. An mmap of the file would hold a duplicate
+    # descriptor. With a direct call of mmap(2), a signal could arrive before Python stores the address.
+    nbytes = nbytes or os.fstat(fd).st_size
+    slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
+    reserved = kind(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, prot=prot)
+    base = int(np.frombuffer(reserved, np.uint8).ctypes.data)
+    # Give address and file offset the same alignment, which huge pages require.
+    start = (offset - base) % HUGE_PAGE_BYTES if slack else 0
+    if libc.mmap(base + start, nbytes, prot, flags | _MAP_NORESERVE | _MAP_FIXED, fd, offset) == _MAP_FAILED:
+        raise _os_error()
+    return reserved, start, base + start
+
+
 class Mapping:
-    """A private, writable mapping of a file's range, which is unmapped when the last reference is dropped."""
+    """A mapping of a file's range, which is unmapped when the last reference is dropped."""
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
 
@@ -199,20 +219,9 @@ class Mapping:
         self.nbytes = nbytes
 
     @classmethod
-    def map(cls, fd: int, offset: int, nbytes: int) -> Mapping:
+    def map(cls, fd: int, offset: int, nbytes: int, access: int = READ_WRITE, flags: int = mmap.MAP_PRIVATE) -> Mapping:
         """Map a range of an open file. Raises OSError."""
-        # Map the file over an anonymous reservation, which C code unmaps. An mmap of the file would hold a duplicate
-        # descriptor. With a direct call of mmap(2), a signal could arrive before Python stores the address.
-        slack = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 0
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
-        start = int(np.frombuffer(reserved, np.uint8).ctypes.data)
-        # Give address and file offset the same alignment, which huge pages require.
-        address = start + ((offset - start) % _HUGE_PAGE_BYTES if slack else 0)
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
-        if _libc.mmap(address, nbytes, access, flags, fd, offset) == _MAP_FAILED:
-            raise _os_error()
+        reserved, _, address = map_aligned(mmap.mmap, fd, access, flags, nbytes, offset)
         return cls(reserved, address, nbytes)
 
     def pages(self, start: int, nbytes: int) -> tuple[int, int]:
@@ -245,7 +254,7 @@ class MappedRange:
             # The callback is mmap(2) itself, which ignores the reference as its seventh argument. In a Python
             # finalizer, the exception of a signal handler would be lost. The addresses stay reserved.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-            self._free_on_drop = _FreeOnDrop(self, partial(_libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
+            self._free_on_drop = _FreeOnDrop(self, partial(libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
 
     # A memoryview of a ctypes array would not keep this object alive.
     @property
@@ -262,7 +271,7 @@ class MappedRange:
             return False
         # madvise(2) needs an aligned address.
         head = (self.address + start) % PAGE_BYTES
-        if _libc.madvise(self.address + start - head, nbytes + head, _MADV_POPULATE_READ) == 0:
+        if libc.madvise(self.address + start - head, nbytes + head, _MADV_POPULATE_READ) == 0:
             return True
         error = _os_error()
         if error.errno == errno.EINVAL:

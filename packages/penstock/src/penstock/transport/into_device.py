@@ -20,6 +20,7 @@ from penstock.cuda.driver import CudaDriver, StreamPools, load_driver, never_fre
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.segments import Rectangles, Segments
+from penstock.storage.mapped import Mapping as MappedMemory
 from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, PeerMappings
 from penstock.transport.protocol import (
     Coding,
@@ -34,7 +35,7 @@ from penstock.transport.protocol import (
     Sweeping,
     Transport,
 )
-from penstock.transport.shm import MappedMemory, ShmTransport
+from penstock.transport.shm import ShmTransport
 from penstock.types import MIB
 
 DEVICE_TARGETS: Mapping[str, str] = {"pinned_shm": "shm", "staged_shm": "shm", "staged_http": "http"}
@@ -267,7 +268,7 @@ class _Pinned:
         # Set this after pinning, so that `__del__` does not undo a failed pin.
         self._mapped: MappedMemory | None = None
         with driver.entered(device):
-            driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)
+            driver.pin(mapped.address, mapped.nbytes, is_read_only=True)
         self._mapped = mapped
 
     def __del__(self) -> None:

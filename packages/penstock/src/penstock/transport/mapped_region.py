@@ -9,19 +9,16 @@ from __future__ import annotations
 import mmap
 
 import msgspec
-import numpy as np
 
 from penstock.cuda.device_memory import array_interface
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import ConfigError
+from penstock.storage.mapped import READ_WRITE, map_aligned
 from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
 from penstock.transport.host_endpoint import GenerationAddress, MemoryClaim, PeerGenerationTable, handle_here
 from penstock.transport.protocol import Descriptor, decode_payload
 from penstock.transport.shm import ShmPayload, open_payload
 
-_NORESERVE = 0x4000
-"""MAP_NORESERVE. Without it the kernel may refuse a second mapping of a model as large as the host's memory. Source:
-Linux, mman-common.h."""
 _SHM_DECODER = msgspec.msgpack.Decoder(ShmPayload)
 _CUDA_DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
@@ -92,14 +89,10 @@ def _claim(source: Descriptor, address: GenerationAddress) -> MemoryClaim:
 def _map_host(source: Descriptor) -> MappedRegion:
     payload = decode_payload(source, _SHM_DECODER)
     claim = _claim(source, payload.page)
-
-    def mapping(fd: int) -> HostBytes:
-        return HostBytes(fd, 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-    owner = open_payload(claim, payload, mapping)
-    claim.check_inside(payload.offset, len(owner))
-    address = int(np.frombuffer(owner, np.uint8).ctypes.data) + payload.offset
-    return MappedRegion(claim, "cpu", address, source.nbytes, owner, payload.offset)
+    owner, start, address = open_payload(
+        claim, payload, lambda fd: map_aligned(HostBytes, fd, READ_WRITE, mmap.MAP_PRIVATE)
+    )
+    return MappedRegion(claim, "cpu", address + payload.offset, source.nbytes, owner, start + payload.offset)
 
 
 def _map_device(source: Descriptor, device: int, driver: CudaDriver | None) -> MappedRegion:

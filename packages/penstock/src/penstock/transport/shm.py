@@ -17,8 +17,10 @@ import numpy as np
 
 from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
+from penstock.memory.arena import populate
 from penstock.memory.memfd import check_peer_memfd, open_memfd_of_process, shared_at
 from penstock.segments import Rectangles, Segments
+from penstock.storage.mapped import HUGE_PAGE_BYTES, Mapping
 from penstock.transport.fd_server import receive_fd
 from penstock.transport.host_endpoint import (
     Endpoint,
@@ -64,28 +66,14 @@ class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
 _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 
 
-class MappedMemory:
-    """A peer's memfd that is mapped read-only until this object is collected."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        # The mapping exists as long as the array or any view of it.
-        self.array = np.frombuffer(memory, np.uint8)
-        self.address = int(self.array.ctypes.data)
-
-    @classmethod
-    def map(cls, fd: int) -> MappedMemory:
-        """Map all of a memfd. The caller closes the descriptor."""
-        return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-
-
-class ShmRead(DeferredRead[IntoHandle, MemoryClaim, MappedMemory, int]):
+class ShmRead(DeferredRead[IntoHandle, MemoryClaim, Mapping, int]):
     """See `PendingRead`."""
 
     def __init__(
         self,
         into: IntoHandle,
         claim: MemoryClaim,
-        source: MappedMemory,
+        source: Mapping,
         base: int,
         rows: Segments,
         short: Rectangles | None,
@@ -97,10 +85,10 @@ class ShmRead(DeferredRead[IntoHandle, MemoryClaim, MappedMemory, int]):
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: IntoHandle, claim: MemoryClaim, source: MappedMemory, base: int) -> None:
+    def _carry(self, stall_s: float, into: IntoHandle, claim: MemoryClaim, source: Mapping, base: int) -> None:
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
-            self._copy_short(into, claim, source.array[base - source.address :], self._short)
+            self._copy_short(into, claim, memory_at(base, source.address + source.nbytes - base), self._short)
         # Use Python numbers, since memmove takes several times as long with numpy scalars.
         srcs, dsts = (rows.src + base).tolist(), (rows.dst + into.memory.address).tolist()
         for src, dst, nbytes in zip(srcs, dsts, rows.nbytes.tolist(), strict=True):
@@ -108,6 +96,11 @@ class ShmRead(DeferredRead[IntoHandle, MemoryClaim, MappedMemory, int]):
             while at < nbytes:
                 self._check_fence(into, claim)
                 piece = min(PIECE_BYTES - self._unchecked_bytes, nbytes - at)
+                if piece >= HUGE_PAGE_BYTES:
+                    # Begin and end at huge pages, which the neighbouring pieces also fill.
+                    low = max((dst + at) & -HUGE_PAGE_BYTES, into.memory.address)
+                    high = min(-(-(dst + at + piece) & -HUGE_PAGE_BYTES), into.memory.address + into.memory.nbytes)
+                    populate(low, high - low)
                 memmove(dst + at, src + at, piece)
                 at += piece
                 self._moved(piece)
@@ -150,7 +143,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._endpoint = Endpoint(self.name, GenerationTable.create())
-        self._mapped: PeerMappings[MappedMemory] = PeerMappings()
+        self._mapped: PeerMappings[Mapping] = PeerMappings()
 
     def register(self, memory: Memory) -> FencedHandle:
         """See `Transport.register`. Raises Cancelled if the transport is closed, and ConfigError outside arenas."""
@@ -194,7 +187,7 @@ class ShmTransport:
         claim, mapped, base = self.view(source)
         return ShmRead(mine, claim, mapped, base, rows.joined(), short)
 
-    def view(self, source: Descriptor) -> tuple[MemoryClaim, MappedMemory, int]:
+    def view(self, source: Descriptor) -> tuple[MemoryClaim, Mapping, int]:
         """Return the claim on a peer's memory, the mapped memory, and the address of the registration in it.
 
         The caller must check the claim before and after each access to the bytes. Raises like `post_read`.
@@ -205,10 +198,11 @@ class ShmTransport:
             mapped = self._mapped.get(claim)
         if mapped is None:
             # Map without the lock; see `Endpoint.claim`. If two threads map it at once, the second mapping stays.
-            mapped = open_payload(claim, payload, MappedMemory.map)
+            flags = mmap.PROT_READ, mmap.MAP_SHARED
+            mapped = open_payload(claim, payload, lambda fd: Mapping.map(fd, 0, os.fstat(fd).st_size, *flags))
             with self._endpoint.changing:
                 self._mapped.put(claim, mapped)
-        claim.check_inside(payload.offset, mapped.array.nbytes)
+        claim.check_inside(payload.offset, mapped.nbytes)
         return claim, mapped, mapped.address + payload.offset
 
     def sweep(self) -> None:
@@ -245,9 +239,11 @@ def open_payload(claim: MemoryClaim, payload: ShmPayload, mapping: Callable[[int
         raise
     try:
         check_peer_memfd(fd, 0, uri)
+        state = os.fstat(fd)
         # In a peer of the previous release, the number `fd` may belong to a different file by now.
-        if os.fstat(fd).st_ino != payload.inode:
+        if state.st_ino != payload.inode:
             raise StaleDescriptor("the peer has closed this memory", uri=uri)
+        claim.check_inside(payload.offset, state.st_size)
         mapped = mapping(fd)
         # The requested generation is still current, so the memory belongs to the holder.
         claim.check()
