@@ -1,18 +1,18 @@
-"""The second table of `make demo`: processes on this host that fetch from each other, compared with separate loads.
+"""The second table of `make demo`: processes that fetch from each other, compared with separate loads.
 
-It reads a checkpoint from disk and over HTTP, and checks that every bit is equal and that storage was read once. Only
-the processes themselves run, and the first to join hosts the hub. Times are measured inside each process, after its
-imports, from a common start: first separate loads at the same time, then `join` and `fetch` at the same time. The late
-process starts when the others are whole and cannot read storage. Its separate load had the machine for itself.
+All read one storage, an HTTP server whose bandwidth they share, as processes share a cloud volume. The table shows that
+every bit is equal, and that the fleet reads storage once. Only the processes themselves run, and the first to join
+hosts the hub. Times are measured inside each process, after its imports, from a common start: first separate loads at
+the same time, then `join` and `fetch` at the same time. The late process starts when the others are whole and cannot
+read storage. Its separate load had the storage for itself.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from tests.support.fleet import Task, Worker
 
 from penstock.testing.http_server import RangeServer
 
-GB = 10**9
+GB, MB = 10**9, 10**6
 STARTED_S = 120.0
 DONE_S = 600.0
 MOST_READ = 1.01
@@ -29,23 +29,10 @@ MOST_READ = 1.01
 progress = Console(stderr=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A storage from which the checkpoint is read."""
-
-    what: str
-    uri: str
-    forget: Callable[[], None]
-    """Called before a measurement to drop caches of an earlier one."""
-    served_bytes: Callable[[], int] | None = None
-    """Bytes that the storage itself has sent since `forget`. None means that only the workers' reports are known."""
-
-
 @dataclass(slots=True)
 class Outcome:
-    """The result of one storage."""
+    """The results of separate loads and of the fleet."""
 
-    place: Place
     alone: list[dict[str, Any]] = field(default_factory=list)
     fetched: list[dict[str, Any]] = field(default_factory=list)
     joined: list[dict[str, Any]] = field(default_factory=list)
@@ -59,19 +46,11 @@ class Outcome:
         return int(self.fetched[0]["nbytes"])
 
 
-def http_place(server: RangeServer, index: str) -> Place:
-    """Return the checkpoint behind `server`, which counts the bytes that it sends."""
-    start = [0]
-
-    def forget() -> None:
-        start[0] = len(server.requests)
-
-    def served() -> int:
-        asked = [one for one in server.requests[start[0] :] if one.method == "GET" and one.range]
-        # Reads that begin at 0 are headers, which every process reads.
-        return sum(stop - begin for begin, stop in (one.range for one in asked if one.range) if begin > 0)
-
-    return Place(what="HTTP", uri=f"{server.url}/{index}", forget=forget, served_bytes=served)
+def served_bytes(server: RangeServer, start: int) -> int:
+    """Return the bytes of weights that `server` was asked for since its request number `start`."""
+    ranges = [one.range for one in server.requests[start:] if one.method == "GET" and one.range]
+    # Reads that begin at 0 are headers, which every process reads.
+    return sum(stop - begin for begin, stop in ranges if begin > 0)
 
 
 @contextmanager
@@ -89,25 +68,24 @@ def ready_workers(tasks: Sequence[Task]) -> Iterator[list[Worker]]:
             worker.process.wait(timeout=STARTED_S)
 
 
-def load_alone(tasks: Sequence[Task], outcome: Outcome) -> None:
+def load_alone(server: RangeServer, tasks: Sequence[Task], outcome: Outcome) -> None:
     """Let each worker load everything separately, all at once."""
     with ready_workers([replace(task, loads_alone=True) for task in tasks]) as workers:
-        outcome.place.forget()
+        start = len(server.requests)
         for worker in workers:
             worker.proceed()
         for worker in workers:
             outcome.alone.append(worker.wait_for("loaded", timeout_s=DONE_S))
-        if outcome.place.served_bytes is not None:
-            outcome.alone_bytes += outcome.place.served_bytes()
+        outcome.alone_bytes += served_bytes(server, start)
         for worker in workers:
             outcome.digests.add(worker.wait_for("digests", timeout_s=DONE_S)["digests"])
 
 
-def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
+def fetch_together(server: RangeServer, tasks: Sequence[Task], outcome: Outcome) -> None:
     """Let all but the last worker fetch at once as a fleet, then the last one from the others."""
     *together, late = tasks
     with ready_workers([*together, replace(late, fallback=None)]) as workers:
-        outcome.place.forget()
+        start = len(server.requests)
         for group in (workers[:-1], workers[-1:]):
             for worker in group:
                 worker.proceed()
@@ -115,24 +93,24 @@ def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
                 outcome.fetched.append(worker.wait_for("fetched", timeout_s=DONE_S))
                 outcome.joined.append(worker.events["joined"])
         reported = sum(int(one["storage_bytes"]) for one in outcome.fetched)
-        served = outcome.place.served_bytes
-        outcome.storage_bytes = reported if served is None else max(reported, served())
+        outcome.storage_bytes = max(reported, served_bytes(server, start))
         for worker in workers:
             outcome.digests.add(worker.wait_for("digests", timeout_s=DONE_S)["digests"])
 
 
-def measure(place: Place, devices: Sequence[str]) -> Outcome:
+def measure(server: RangeServer, index: str, devices: Sequence[str]) -> Outcome:
     """Measure separate loads, then the fleet, in new processes, one for each of `devices`."""
-    outcome = Outcome(place)
+    outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="penstock-") as runtime:
         # Use a separate hub and not the one for other processes of this user.
         environ = {"PENSTOCK_RUNTIME_DIR": runtime}
-        tasks = [Task(model="demo", fallback=place.uri, device=device, environ=environ) for device in devices]
-        progress.print(f"  {place.what}: own loads")
-        load_alone(tasks[:-1], outcome)
-        load_alone(tasks[-1:], outcome)
-        progress.print(f"  {place.what}: a fleet")
-        fetch_together(tasks, outcome)
+        uri = f"{server.url}/{index}"
+        tasks = [Task(model="demo", fallback=uri, device=device, environ=environ) for device in devices]
+        progress.print("  own loads")
+        load_alone(server, tasks[:-1], outcome)
+        load_alone(server, tasks[-1:], outcome)
+        progress.print("  a fleet")
+        fetch_together(server, tasks, outcome)
     return outcome
 
 
@@ -156,7 +134,6 @@ def add_rows(table: Table, outcome: Outcome) -> None:
         zip(outcome.alone, outcome.joined, outcome.fetched, strict=True), 1
     ):
         table.add_row(
-            outcome.place.what if number == 1 else "",
             f"{number}, later" if number == last else str(number),
             f"{alone['seconds']:.2f}",
             f"{joined['seconds']:.2f}",
@@ -165,49 +142,54 @@ def add_rows(table: Table, outcome: Outcome) -> None:
             paths_of(fetched, names),
             bits,
         )
-    own = f"own loads {outcome.alone_bytes / outcome.nbytes:.2f}x, " if outcome.alone_bytes else ""
-    witness = "the server counted" if outcome.place.served_bytes is not None else "by their reports"
-    ratio = f"storage read {own}fleet {outcome.storage_bytes / outcome.nbytes:.2f}x ({witness})"
-    table.add_row("", "", "", "", "", f"{outcome.storage_bytes / GB:.2f}", ratio, "")
-    table.add_section()
+    own, fleet = (nbytes / outcome.nbytes for nbytes in (outcome.alone_bytes, outcome.storage_bytes))
+    ratio = f"storage sent: own loads {own:.2f}x, fleet {fleet:.2f}x"
+    table.add_row("", "", "", "", f"{outcome.storage_bytes / GB:.2f}", ratio, "")
 
 
-def reasons(outcomes: Sequence[Outcome]) -> list[str]:
+def comparison(outcome: Outcome) -> str:
+    """Return the time until the last of the processes that start at once has its weights, by itself and as a fleet."""
+    together = slice(len(outcome.fetched) - 1)
+    alone_s = max(one["seconds"] for one in outcome.alone[together])
+    begun = zip(outcome.joined[together], outcome.fetched[together], strict=True)
+    fleet_s = max(joined["seconds"] + fetched["seconds"] for joined, fetched in begun)
+    sent = f"{outcome.alone_bytes / GB:.2f} GB to own loads, {outcome.storage_bytes / GB:.2f} to the fleet"
+    return (
+        f"all weights after: {alone_s:.2f} s by own loads, {fleet_s:.2f} s as a fleet, with joining\n"
+        f"sent by storage: {sent}"
+    )
+
+
+def reasons(outcome: Outcome) -> list[str]:
     """Return a line with the reason for each transport."""
     found: dict[str, None] = {}
-    for outcome in outcomes:
-        for fetched in outcome.fetched:
-            for path, why in fetched["why"].items():
-                found[f"{path.partition(' ')[0]}, because {why}"] = None
+    for fetched in outcome.fetched:
+        for path, why in fetched["why"].items():
+            found[f"{path.partition(' ')[0]}, because {why}"] = None
     return list(found)
 
 
-def fleet_demo(places: Sequence[Place], device: str, workers: int) -> bool:
-    """Print the table. Return False if a bit differs or storage was read more than once."""
+def fleet_demo(server: RangeServer, index: str, device: str, workers: int) -> bool:
+    """Print the table for the checkpoint on `server`. Return False if a bit differs or storage was read repeatedly."""
     devices = [device] * (workers + 1)
     if device == "cuda":
         import torch
 
         devices = [f"cuda:{number % torch.cuda.device_count()}" for number in range(workers + 1)]
-    outcomes = [measure(place, devices) for place in places]
+    outcome = measure(server, index, devices)
+    limit = server.faults.total_bytes_per_s
     table = Table(
-        title=f"{workers} processes that start at once and one later, {outcomes[0].nbytes / GB:.2f} GB to {device}, "
-        "one run",
+        title=f"{workers} processes that start at once and one later, {outcome.nbytes / GB:.2f} GB to {device}, "
+        f"one run; storage sends {f'{limit / MB:.0f} MB/s to all together' if limit else 'without a limit'}",
         caption="own load: of all at once, the later one's by itself; fetch: until every byte was compared with its\n"
         "digest, from when it serves the others; all share one host, its cores and its page cache;\n"
         "storage: of weights; everybody reads the headers",
     )
-    for column in ("from", "process", "own load s", "join s", "fetch s", "storage GB", "from peers, GB", "bits"):
+    for column in ("process", "own load s", "join s", "fetch s", "storage GB", "from peers, GB", "bits"):
         table.add_column(column, justify="right" if column.endswith((" s", "storage GB")) else "left", overflow="fold")
-    for outcome in outcomes:
-        add_rows(table, outcome)
+    add_rows(table, outcome)
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
-    for line in reasons(outcomes):
+    for line in (comparison(outcome), *reasons(outcome)):
         console.print(line, highlight=False)
-    return all(one.storage_bytes <= MOST_READ * one.nbytes and len(one.digests) == 1 for one in outcomes)
-
-
-def disk_place(directory: Path, forget: Callable[[], None]) -> Place:
-    """Return the checkpoint on disk."""
-    return Place(what="disk, cold", uri=str(directory), forget=forget)
+    return outcome.storage_bytes <= MOST_READ * outcome.nbytes and len(outcome.digests) == 1

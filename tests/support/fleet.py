@@ -234,6 +234,9 @@ def _work(task: Task) -> None:
     if task.waits_for_input:
         if task.device.startswith("cuda"):
             torch.zeros(1, device=task.device)
+        # The first use of a public name imports its modules.
+        assert ps.join is not None
+        assert ps.load is not None
         send_event("ready")
         sys.stdin.readline()
     if task.loads_alone:

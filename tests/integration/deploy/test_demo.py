@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("starlette")
 
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
+from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
@@ -38,11 +38,11 @@ def script(name: str, monkeypatch) -> ModuleType:
 def test_fleet_demo_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
     demo_fleet = script("demo_fleet", monkeypatch)
     write_llama(tmp_path / "llama", total_bytes=32 * MIB, shards=2)
-    with RangeServer(tmp_path / "llama") as server:
-        places = [demo_fleet.http_place(server, "model.safetensors.index.json")]
-        assert demo_fleet.fleet_demo(places, "cpu", 2)
+    with RangeServer(tmp_path / "llama", faults=Faults(total_bytes_per_s=50_000_000)) as server:
+        assert demo_fleet.fleet_demo(server, "model.safetensors.index.json", "cpu", 2)
     printed = capsys.readouterr().out
-    assert "fleet 1.00x" in " ".join(printed.split()).replace("│ │", "")
+    assert "storage sends 50 MB/s" in " ".join(printed.split())
+    assert "own loads 3.00x, fleet 1.00x" in " ".join(printed.split()).replace("│ │", "")
     assert printed.count("equal") == 3
     assert "because" in printed
     assert "DIFFERENT" not in printed
