@@ -8,11 +8,11 @@ In: one device, two for what crosses. Out: a line of JSON for each rate.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import torch
 from tests.support.shards import shard_box
@@ -76,7 +76,7 @@ def digests(nbytes: int) -> None:
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
     for run in (4 << 10, 16 << 10, 1 << 20):
         gaps = gapped(nbytes, run)
-        packed = dataclasses.replace(gaps, pitch=gaps.run_bytes)
+        packed = msgspec.structs.replace(gaps, pitch=gaps.run_bytes)
         for kind, strips in (("gapped", gaps), ("packed", packed)):
             begun = time.perf_counter()
             table = plan_strips(memory.address, strips, device, scratch)

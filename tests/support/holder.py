@@ -15,9 +15,9 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from types import TracebackType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tests.support.fake_cuda import FakeCuda
@@ -157,7 +157,7 @@ def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
             fill(memory, int(rest[0]))
         elif word == "lie":
             assert isinstance(handle, FencedHandle)
-            handle.memory = replace(memory, nbytes=int(rest[0]))
+            handle.memory = msgspec.structs.replace(memory, nbytes=int(rest[0]))
             handle.fence()
         else:
             handle.close()

@@ -162,7 +162,6 @@ MESSAGES = {
 }
 
 NOT_WIRE = {
-    "penstock.plan.relay_parents:Node": "a value of the hub's placement, never encoded",
     "penstock.storage.hugging_face:_Info": "an answer of Hugging Face, only decoded",
     "penstock.storage.hugging_face:_Lfs": "part of an answer of Hugging Face, only decoded",
     "penstock.storage.hugging_face:_Sibling": "part of an answer of Hugging Face, only decoded",
@@ -173,11 +172,6 @@ NOT_WIRE = {
     "penstock.storage.safetensors:_Index": "the index of safetensors, a format of others, only decoded",
     "penstock.storage.safetensors:_MetadataOnly": "the header of safetensors, a format of others, only decoded",
     "penstock.storage.safetensors:_DataOffsets": "the header of safetensors, a format of others, only decoded",
-    "penstock.sync.local_version:Answer": "an answer in one process; `sync.digest_reply` is its message",
-    "penstock.sync.recording.buffers:BufferPiece": "a value of a recording, never encoded",
-    "penstock.sync.recording.buffers:View": "a value of a recording, never encoded",
-    "penstock.sync.recording.layout:LayoutRecord": "a value of a recording, never encoded",
-    "penstock.sync.recording.stride_map:StrideMap": "a value of a recording, never encoded",
 }
 """Structs that processes do not send to each other, with the reason."""
 

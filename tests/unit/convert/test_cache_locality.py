@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.config import Settings
@@ -28,7 +28,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightSet:
     write_llama(tmp_path / "m", total_bytes=2_000_000, shards=2)
     settings = Settings(cache_dir=tmp_path / "cache")
     found = open_weights(tmp_path / "m", settings=settings)
-    return replace(found, sources=tuple(open_cached(one, settings=settings) for one in found.sources))
+    return msgspec.structs.replace(found, sources=tuple(open_cached(one, settings=settings) for one in found.sources))
 
 
 def job_of(source: WeightSet) -> ConversionJob:

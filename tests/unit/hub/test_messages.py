@@ -10,9 +10,9 @@ from penstock.peer import local_weights
 from penstock.hub import messages
 from penstock.sync import messages as sync_messages
 
-modules = messages, sync_messages, local_weights
+modules = messages, sync_messages
 kinds = [kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass)]
-kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)]
+kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)] + [local_weights.TableMessage]
 
 
 def late(obj):

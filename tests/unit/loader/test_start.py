@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -33,12 +33,12 @@ def test_background_load_uses_cuda_stream_of_caller(tmp_path: Path, monkeypatch:
 
     def open_for_cuda(uri: Any, options: ReadOptions, *args: Any) -> LoadSession:
         session = open_session(uri, options, *args)
-        session.options = dataclasses.replace(options, device=CUDA)
+        session.options = msgspec.structs.replace(options, device=CUDA)
         return session
 
     def on_cpu(session: LoadSession, *args: Any) -> int:
         used.append(current_stream(CUDA))
-        session.options = dataclasses.replace(session.options, device=CPU)
+        session.options = msgspec.structs.replace(session.options, device=CPU)
         return fill(session, *args)
 
     used: list[str] = []

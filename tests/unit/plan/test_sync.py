@@ -6,8 +6,8 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -319,9 +319,9 @@ def test_plan_key_depends_on_every_input() -> None:
         plan_key([e], [t]),
         plan_key([t, t], [e]),
         plan_key([t], [e, e]),
-        plan_key([replace(t, address="again")], [e]),
-        plan_key([replace(t, member="t-2")], [e]),
-        plan_key([replace(t, offset=t.offset + 0, regions=(9,))], [e]),
+        plan_key([msgspec.structs.replace(t, address="again")], [e]),
+        plan_key([msgspec.structs.replace(t, member="t-2")], [e]),
+        plan_key([msgspec.structs.replace(t, offset=t.offset + 0, regions=(9,))], [e]),
         plan_key([t], [e], 5),
     }
     assert len(keys) == 8
@@ -379,4 +379,4 @@ def test_invalid_receiver_plan_is_rejected(wrong: dict[str, object]) -> None:
     sizes = {"src_nbytes": [48, 48], "dst_nbytes": 48}
     part.check(**sizes)
     with pytest.raises(PlanError, match="e: "):
-        replace(part, **wrong).check(**sizes)
+        msgspec.structs.replace(part, **wrong).check(**sizes)

@@ -372,7 +372,7 @@ def test_manifest_build_stops_when_source_fails(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         short = MemorySource(b"", uri="mem:short")
-        broken = replace(weights, sources=(weights.sources[0], short, weights.sources[2]))
+        broken = msgspec.structs.replace(weights, sources=(weights.sources[0], short, weights.sources[2]))
         with pytest.raises(SourceTruncated, match="mem:short"):
             build(broken)
         with pytest.raises(ConfigError):

@@ -14,7 +14,6 @@ import contextlib
 import select
 import socket
 import threading
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -270,7 +269,7 @@ def listen(host: str | None, name: str) -> tuple[GuardedListener, str]:
         name: a name that no other job uses.
     """
     # Use half of the file descriptors, because the rest of this process uses file descriptors too.
-    limits = replace(ConnectionLimits.for_descriptors(descriptor_limit() // 2), head_s=HELLO_S)
+    limits = msgspec.structs.replace(ConnectionLimits.for_descriptors(descriptor_limit() // 2), head_s=HELLO_S)
     if host is not None:
         bound = socket.create_server((host, 0))
         address = f"tcp:{host}:{bound.getsockname()[1]}"

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from blake3 import blake3
@@ -146,7 +147,7 @@ class SafetensorsCheckpoint:
             parts[file] = offsets
             # Parts of a tensor have the same name in several files, so give each part a unique name.
             names = tuple(_part_name(name, offsets[name]) for name in header.tensors.names)
-            return dataclasses.replace(header, tensors=dataclasses.replace(header.tensors, names=names))
+            return msgspec.structs.replace(header, tensors=dataclasses.replace(header.tensors, names=names))
 
         self._weights = open_weights(uri, settings=settings, storage_options=storage_options, rename=rename)
         self.uri = self._weights.uri

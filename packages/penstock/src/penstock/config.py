@@ -17,6 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.arguments import require_hub_address, require_name, require_texts, require_type, wrong
 from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
@@ -72,8 +74,7 @@ def _variable(name: str) -> str:
     return f"PENSTOCK_{name.upper()}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsAddress:
+class MetricsAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address for serving metrics: a host and a range of ports. The first free port is used."""
 
     host: str
@@ -393,8 +394,7 @@ def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkEnvironment:
+class NetworkEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """The variables for proxies and certificates that other network tools also read.
 
     Attributes:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -83,8 +82,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     error: BootError | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _PhaseSpan:
+class _PhaseSpan(msgspec.Struct, eq=False):
     name: str
     journey: str
     model: str

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +18,7 @@ def spread(first: I64, counts: I64) -> I64:
     return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Segments:
+class Segments(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Runs of bytes to read, as columns.
 
     Row i copies `nbytes[i]` bytes from offset `src[i]` in the peer's memory to offset `dst[i]` in local memory. The
@@ -82,8 +81,7 @@ class Segments:
 _COLUMNS = "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch"
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
-class Rectangles:
+class Rectangles(msgspec.Struct, frozen=True, eq=False, kw_only=True, weakref=True):
     """Runs of equal length at a constant pitch, as columns.
 
     Row i copies `num_rows[i]` runs of `run_bytes[i]` bytes. The first run starts at `src[i]` in the peer's memory and
@@ -159,7 +157,7 @@ class Rectangles:
         """Yield the rectangles in batches of about `about_bytes`, with addresses instead of offsets."""
         for which in gathered(self.nbytes, about_bytes):
             some = self[which]
-            yield replace(some, src=some.src + src_base, dst=some.dst + dst_base)
+            yield msgspec.structs.replace(some, src=some.src + src_base, dst=some.dst + dst_base)
 
 
 def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:

@@ -6,11 +6,10 @@ times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """The waiting times of the journeys, in seconds."""
 
     # -- sync: a subscriber that receives versions.

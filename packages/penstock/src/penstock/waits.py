@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import msgspec
 
 from penstock import interrupts
 from penstock.errors import Cancelled, DestinationError, SourceStalled
@@ -296,8 +297,7 @@ class Threads:
                 del call
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
+class _Call(msgspec.Struct, eq=False):
     done: Future[Any]
     function: Callable[..., Any]
     args: tuple[Any, ...]

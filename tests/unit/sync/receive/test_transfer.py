@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -193,7 +193,7 @@ def test_plan_from_older_release_starts_at_first_source() -> None:
     part = parts(holdings, wants, 4096)[1]
     for wrong in (-1, 2, 1 << 63):
         with pytest.raises(PlanError, match="first_source is"):
-            replace(part, first_source=wrong).check(src_nbytes=[1 << 30] * 2, dst_nbytes=1 << 30)
+            msgspec.structs.replace(part, first_source=wrong).check(src_nbytes=[1 << 30] * 2, dst_nbytes=1 << 30)
     known = msgspec.msgpack.decode(encode(part))
     assert known.pop("first_source") == 1
     assert decode(msgspec.msgpack.encode(known), ReceiverPlan).first_source == 0

@@ -271,8 +271,7 @@ def attach(
 _HINT = "start `penstock cache URI`, or load the weights with penstock.load or fleet.fetch"
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
+class _Search(msgspec.Struct, frozen=True):
     """An attempt to find a cache and attach to its weights."""
 
     hub: HubClient

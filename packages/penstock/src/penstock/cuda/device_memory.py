@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import PenstockError
 
 
-@dataclass(slots=True)
-class _Reservation:
+class _Reservation(msgspec.Struct):
     address: int
     nbytes: int
     is_mapped: bool = False

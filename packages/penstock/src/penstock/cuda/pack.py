@@ -6,8 +6,7 @@ memory must be reachable from the device, as the device's own memory or as a pee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 
@@ -22,8 +21,7 @@ _LONGEST_RUN = 1 << 30
 """A longer run is copied as several runs, since offsets within a row are counted in 32 bits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackTable:
+class PackTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Rectangles laid out for the kernel, to be copied any number of times."""
 
     launches: tuple[Launch, ...]

@@ -6,10 +6,9 @@ kernels are in `digest.xxh3_triton`, and the references on the CPU in `digest.le
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -25,8 +24,7 @@ _KERNELS = "penstock.digest.xxh3_triton"
 _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     """Launch parameters, which do not affect the digests. Source: benchmarks/results/h100_202611/digest.md."""
 
     tile_blocks: int = 8
@@ -49,8 +47,7 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slab:
+class _Slab(msgspec.Struct, frozen=True, kw_only=True):
     """Leaves whose block sums are computed by one launch and used by the next launch."""
 
     first_leaf: int
@@ -64,8 +61,7 @@ class _Slab:
         return (self.stop_leaf - self.first_leaf) * self.tiles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LeafTable:
+class LeafTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Leaves laid out for the kernels, whose memory the caller must keep until every digest is done."""
 
     device: torch.device
@@ -173,7 +169,7 @@ class OrderedLeaves:
         with device_context(self.device):
             for slab in _slabs(self._tiles, first, stop, True, self._slab_tiles):
                 if _has(self._unaligned, slab.first_leaf, slab.stop_leaf):
-                    slab = dataclasses.replace(slab, aligned=False)
+                    slab = msgspec.structs.replace(slab, aligned=False)
                 self._kernels.run_slab(slab, self._sums, out)
             if _has(self._short, first, stop):
                 self._kernels.run_short(first, stop, out)
@@ -213,8 +209,7 @@ _SHORT = 2
 """Kind of the leaves for the short kernel. Aligned leaves have kind 0 and other leaves kind 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kernels:
+class _Kernels(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     tuning: Tuning
     add_blocks: tuple[Launch, Launch]
     """Parallel pass over leaves at any address, and over aligned leaves."""
@@ -294,8 +289,7 @@ SCRATCH_BYTES = 256 * MIB
 """Scratch into which strips with gaps are packed, enough for leaves that fill a device several times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StripTable:
+class StripTable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Strips laid out for the kernels, with memory for their digests."""
 
     leaves: torch.Tensor

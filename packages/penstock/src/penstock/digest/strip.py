@@ -8,8 +8,8 @@ leaves' digests, as little-endian uint64.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -21,8 +21,7 @@ from penstock.types import I64, U64
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Strips:
+class Strips(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Strips as columns. Strip i has `num_rows[i]` runs of `run_bytes[i]` bytes from `at[i]`, `pitch[i]` apart."""
 
     at: I64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -177,7 +177,7 @@ class CudaChecker:
         try:
             return _Layout(self._expected, slabs, addresses, device, DEFAULT_TUNING)
         except torch.cuda.OutOfMemoryError:
-            tuning = dataclasses.replace(DEFAULT_TUNING, slab_blocks=SMALL_SLAB_BLOCKS)
+            tuning = msgspec.structs.replace(DEFAULT_TUNING, slab_blocks=SMALL_SLAB_BLOCKS)
         try:
             return _Layout(self._expected, slabs, addresses, device, tuning)
         except torch.cuda.OutOfMemoryError as error:

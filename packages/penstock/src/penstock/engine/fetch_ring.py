@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
+
+import msgspec
 
 from penstock.engine.run import POLL_S, Executor, InFlight, PendingItem, RunFailed, RunState, WorkItem, guarded
 from penstock.engine.trace import Trace
@@ -55,8 +56,7 @@ _lost: list[tuple[Uring, list[object]]] = []
 """Failed rings with the memory of their reads in flight, which the kernel may write to until the process exits."""
 
 
-@dataclass(slots=True)
-class _RingRead:
+class _RingRead(msgspec.Struct):
     item: RingItem
     read: Queued
     start: float

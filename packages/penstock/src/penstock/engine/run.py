@@ -13,9 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from penstock import interrupts, lifecycle
 from penstock.engine.threads import Joinable, KeptThreads, start_call
@@ -298,8 +299,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(slots=True, eq=False)
-class Item:
+class Item(msgspec.Struct, eq=False):
     """A `WorkItem` built from functions, for work that needs no class."""
 
     priority: int

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from penstock.engine.run import Executor, Item, RunState, StallTimer
@@ -30,8 +30,7 @@ ALONE_CHUNKS = 16
 """Number of chunks read without a claim before the next request to the hub (256 MiB)."""
 
 
-@dataclass(eq=False)
-class ClaimLoop:
+class ClaimLoop(msgspec.Struct, eq=False):
     """Claims chunks and reads them from storage, until all chunks are present or storage fails."""
 
     member: Member
@@ -49,8 +48,8 @@ class ClaimLoop:
     add_received: Callable[[ReceivedChunks], None]
     stall_s: float
     timing: Timing
-    _closing: threading.Event = field(default_factory=threading.Event)
-    _wanted: threading.Event = field(default_factory=threading.Event)
+    _closing: threading.Event = msgspec.field(default_factory=threading.Event)
+    _wanted: threading.Event = msgspec.field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Claim and read until all chunks are present, as the body of the claiming thread."""

@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -67,8 +66,7 @@ class PlacedTarget(dict[str, torch.Tensor], ABC):
         """Return the memory for each row of the layout's table, as flat uint8 tensors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class FetchTarget:
+class FetchTarget(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The tensors to fetch and their destination, which is `rows` or new memory if `rows` is None."""
 
     identity: Identity

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from penstock.errors import SourceError
 from penstock.peer.local_weights import LocalWeights
@@ -21,16 +23,15 @@ def why_command(model: str) -> str:
     return f"penstock why {shlex.quote(model)}"
 
 
-@dataclass(slots=True)
-class Provenance:
+class Provenance(msgspec.Struct):
     """The sources of one fetch's bytes, and the faults of the fetch."""
 
     model: str
-    nbytes_by_path: dict[str, int] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    full: dict[str, str] = field(default_factory=dict)
+    nbytes_by_path: dict[str, int] = msgspec.field(default_factory=dict)
+    faults: list[str] = msgspec.field(default_factory=list)
+    full: dict[str, str] = msgspec.field(default_factory=dict)
     """The refusal from each full member. Reported only if the fetch fails."""
-    why: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = msgspec.field(default_factory=dict)
     """Reason for each path: why no nearer transport or storage was used, or that it is the nearest."""
     why_storage: str = NO_MEMBER
     num_wrong: int = 0

@@ -13,8 +13,8 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -158,8 +158,7 @@ AGAIN_S = 60.0
 """Seconds until a link is measured again, for 56 MiB uncompressed, because the link may have changed."""
 
 
-@dataclass(slots=True)
-class _Sampled:
+class _Sampled(msgspec.Struct):
     count: int = 0
     nbytes: int = 0
     coded_bytes: int = 0

@@ -7,10 +7,10 @@ releases of llhttp differ in these checks. If two programs read a head different
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
+import msgspec
 
 from penstock.errors import ConfigError, FormatError
 
@@ -24,8 +24,7 @@ class MalformedMessage(FormatError):
     """The peer sent a message that is not HTTP/1.1, is too long, or is ambiguous."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Head:
+class Head(msgspec.Struct, kw_only=True):
     """The head of a message. `version` is "1.0" or "1.1".
 
     `headers` has names in lower case, and values of a repeated field joined by commas. `content_length` is None if the
@@ -44,16 +43,14 @@ class Head:
         return "close" not in options if self.version == "1.1" else "keep-alive" in options
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestHead(Head):
+class RequestHead(Head, kw_only=True):
     """The head of a request. `target` is the path and query as sent."""
 
     method: str
     target: str
 
 
-@dataclass(slots=True, kw_only=True)
-class ResponseHead(Head):
+class ResponseHead(Head, kw_only=True):
     """The head of a response."""
 
     status: int

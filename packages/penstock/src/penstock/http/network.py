@@ -12,9 +12,10 @@ import contextlib
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
+
+import msgspec
 
 from penstock.config import Settings, network_environment
 from penstock.errors import ConfigError, SourceUnavailable
@@ -28,8 +29,7 @@ NOBODY = "*,0.0.0.0/0,::/0"
 """Exclusions that match every host, for obstore, in which `*` matches names but not addresses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proxy:
+class Proxy(msgspec.Struct, frozen=True, kw_only=True):
     """An HTTP proxy. `authorization` is the value of `Proxy-Authorization`, and `url` includes the password."""
 
     host: str
@@ -179,8 +179,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     """A file or directory of certificates, and the variable or argument in which it was set."""
 
     name: str

@@ -12,11 +12,12 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Protocol, TypedDict
 from urllib.parse import SplitResult
+
+import msgspec
 
 from penstock import waits
 from penstock.config import Settings
@@ -144,8 +145,7 @@ _ERROR_BODY_S = 2.0
 """Maximum seconds to wait for an error's body. The status is known, and the body usually arrives with the head."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validators:
+class Validators(msgspec.Struct, frozen=True, kw_only=True):
     """The size of an object, and the headers that identify one state of it."""
 
     etag: str = ""

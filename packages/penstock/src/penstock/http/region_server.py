@@ -14,7 +14,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
@@ -43,8 +42,7 @@ MAX_ANSWER_BYTES = 1 << 30
 _DECODER = msgspec.msgpack.Decoder(ReadRequest)
 
 
-@dataclass(slots=True, eq=False)
-class ServedRegion:
+class ServedRegion(msgspec.Struct, eq=False):
     """Memory that may be read while `generation` is current, with its own key or a key that is `lent` to a borrower.
 
     `is_valid` returns whether the memory is still at the view's address. `in_progress` holds the key of each response.
@@ -54,8 +52,8 @@ class ServedRegion:
     key: bytes
     view: memoryview
     is_valid: Callable[[], bool]
-    in_progress: dict[HttpConnection, bytes] = field(default_factory=dict)
-    lent: dict[str, bytes] = field(default_factory=dict)
+    in_progress: dict[HttpConnection, bytes] = msgspec.field(default_factory=dict)
+    lent: dict[str, bytes] = msgspec.field(default_factory=dict)
 
     def opens(self, key: bytes) -> bool:
         """Return whether this key is valid for the region, comparing keys in constant time."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.net.unix_sockets import connect_unix, private_socket_fault
 
@@ -17,8 +18,7 @@ Source: unix(7)."""
 _PEER_URL = re.compile(PEER_URL_PATTERN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerAddress:
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The address of a member's server: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""

@@ -11,7 +11,6 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -62,8 +61,7 @@ FAULTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HubOperation:
+class HubOperation(msgspec.Struct, frozen=True):
     """An operation of the hub, with its method, path, message types and implementation."""
 
     name: str

@@ -16,10 +16,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, SourceError
@@ -46,8 +47,7 @@ def member_of(life: str) -> str:
     return hashlib.sha256(b"penstock life 1\n" + life.encode("utf-8", "replace")).hexdigest()[:32]
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """An authenticated caller.
 
     Attributes:
@@ -72,8 +72,7 @@ ANYBODY = Caller()
 """A caller without restrictions on models."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Auth:
+class Auth(msgspec.Struct, frozen=True, kw_only=True):
     """The authentication settings of a hub. The default requires nothing, and the hub then listens on a Unix socket.
 
     Attributes:
@@ -143,7 +142,7 @@ class Auth:
         for token, caller in self.tokens:
             if hmac.compare_digest(token, guess) and scheme.lower() == "bearer":
                 caller_of_token = caller
-        return None if caller_of_token is None else replace(caller_of_token, certificate=certificate)
+        return None if caller_of_token is None else msgspec.structs.replace(caller_of_token, certificate=certificate)
 
 
 class TokenFile:
@@ -277,8 +276,7 @@ MAX_NAMES_LENGTH = 1024
 """Longer names are replaced by their digest, because they are stored with each holding and sent to each reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberTls:
+class MemberTls(msgspec.Struct, frozen=True):
     """The TLS contexts of one member, for both sides of a connection."""
 
     server: ssl.SSLContext

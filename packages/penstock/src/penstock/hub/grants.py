@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 from blake3 import blake3
@@ -128,13 +127,12 @@ class GrantSigner:
         return blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
 
 
-@dataclass(slots=True)
-class _Epoch:
+class _Epoch(msgspec.Struct):
     """A period of the source's time, with the accepted grants that name this period."""
 
     number: int
     began: float
-    nonces: set[bytes] = field(default_factory=set)
+    nonces: set[bytes] = msgspec.field(default_factory=set)
 
 
 class GrantChecker:

@@ -8,7 +8,8 @@ at every heartbeat interval. Entries of every other kind are counted only by the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.errors import SourceBusy
 from penstock.hub.auth import RateLimit
@@ -34,8 +35,7 @@ _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
 _BUSY_HINT = "stop processes that use this token and are not needed. The hub keeps its present entries"
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True):
     """The maximum number or total size of each kind of entry in a hub, for all callers together."""
 
     members_bytes: int = 640 * MIB

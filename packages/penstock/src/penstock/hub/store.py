@@ -13,8 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
 
 from penstock.config import without_password
 from penstock.entry_points import install_hint
@@ -28,8 +29,7 @@ ABSENT: Final = b""
 _REMOVED_A_WRITE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StoreEntry:
+class StoreEntry(msgspec.Struct, frozen=True):
     """A value with the version for compare-and-set."""
 
     value: bytes
@@ -90,8 +90,7 @@ class _Stored(NamedTuple):
     expires: float | None
 
 
-@dataclass(slots=True)
-class MemoryStore:
+class MemoryStore(msgspec.Struct):
     """The reference store for one process.
 
     Names are grouped by their folder (everything before the last `/`), so that the cost of a scan depends only on its
@@ -99,12 +98,12 @@ class MemoryStore:
     """
 
     clock: Callable[[], float] = time.monotonic
-    _folders: dict[str, dict[str, _Stored]] = field(default_factory=dict)
+    _folders: dict[str, dict[str, _Stored]] = msgspec.field(default_factory=dict)
     # A heap of times at which to check a name's expiry. Each name is in the heap once, however often it is renewed.
-    _expiries: list[tuple[float, str]] = field(default_factory=list)
+    _expiries: list[tuple[float, str]] = msgspec.field(default_factory=list)
     # The names in the heap.
-    _scheduled: set[str] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _scheduled: set[str] = msgspec.field(default_factory=set)
+    _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     _serial: int = 0
 
     def read(self, name: str) -> StoreEntry | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
 
 from penstock.errors import ConfigError, PlanError
@@ -34,8 +34,7 @@ Part = tuple[Box | None, torch.Tensor]
 """A box of a tensor, or None for the whole tensor, and the memory that the box fills."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class MatchedLines:
+class MatchedLines(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The parts that this process fills, in file order, with the row, box and memory of each part."""
 
     table: TensorTable
@@ -50,8 +49,7 @@ class MatchedLines:
         return tensor.reshape(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Matched:
+class Matched(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The rows to load in file order, and for each row the parts that this process fills."""
 
     table: TensorTable

@@ -14,9 +14,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 
+import msgspec
 import numpy as np
 
 from penstock import interrupts, lifecycle
@@ -217,8 +217,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-@dataclass(slots=True)
-class _SequentialRun:
+class _SequentialRun(msgspec.Struct):
     """Consecutive requests through the file.
 
     Attributes:

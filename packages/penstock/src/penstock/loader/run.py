@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from penstock import lifecycle
@@ -38,8 +38,7 @@ BATCH_PER_OPEN = 8
 thread. A device digests 14 to 60 times as fast as a link moves bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readers:
+class Readers(msgspec.Struct, frozen=True, kw_only=True):
     """The threads, staging and ring that make the reads of a load."""
 
     pool: StagingPool | None

@@ -7,9 +7,9 @@ import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -201,8 +201,7 @@ MAX_GAP_REMOTE_BYTES = MIB
 _DEVICES = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options that all loads share. See `penstock.load`."""
 
     device: torch.device
@@ -210,7 +209,7 @@ class ReadOptions:
     boxes: Boxes = None
     verify: bool | None = None
     progress: ProgressOption = None
-    settings: ReadSettings = field(default_factory=ReadSettings)
+    settings: ReadSettings = msgspec.field(default_factory=ReadSettings)
 
 
 Batch = tuple[Sequence[str], list[torch.Tensor]]

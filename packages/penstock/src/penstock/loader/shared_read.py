@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from blake3 import blake3
@@ -115,8 +116,7 @@ class RankWords(GroupCollectives):
         return True
 
 
-@dataclass(slots=True, eq=False)
-class _Tensor:
+class _Tensor(msgspec.Struct, eq=False):
     nbytes: int
     arrived: int = 0
     in_window: int = 0

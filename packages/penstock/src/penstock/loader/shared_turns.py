@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from penstock.types import Box
 
 
-@dataclass(frozen=True, slots=True)
-class TurnPiece:
+class TurnPiece(msgspec.Struct, frozen=True):
     """Bytes `[start, stop)` of a tensor, at offset `at` in a rank's payload for a round."""
 
     row: int
@@ -26,8 +25,7 @@ class TurnPiece:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRegion:
+class TurnRegion(msgspec.Struct, frozen=True):
     """A range of one dim, as columns `[first, last)` of the tensor's bytes viewed as `[num_rows, row_bytes]`."""
 
     num_rows: int

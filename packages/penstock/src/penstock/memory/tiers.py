@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from penstock.errors import BudgetTooSmall, ConfigError, DiskFull, IntegrityError, NotFound, SourceBusy, SourceStalled
 from penstock.lifecycle import Closeable
@@ -56,15 +58,13 @@ class Level:
     """Name of the argument that sets `budget_bytes`, for hints."""
 
 
-@dataclass(slots=True, eq=False)
-class _OccupiedRoom:
+class _OccupiedRoom(msgspec.Struct, eq=False):
     room: Room
     charge: int
     pins: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _TieredBlock:
+class _TieredBlock(msgspec.Struct, eq=False):
     """A block and its rooms by tier. Rooms in tiers other than `at` are still being read, or are copies.
 
     Attributes:
@@ -81,7 +81,7 @@ class _TieredBlock:
     used: int = 0
     busy: bool = True
     gone: bool = False
-    places: dict[int, _OccupiedRoom] = field(default_factory=dict)
+    places: dict[int, _OccupiedRoom] = msgspec.field(default_factory=dict)
 
 
 class Tiers(Closeable):

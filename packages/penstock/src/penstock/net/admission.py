@@ -13,7 +13,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.logs import log_named
 
@@ -27,8 +28,7 @@ _MAX_UNPROVEN = 1 << 14
 """Maximum number of unauthenticated connections. 16,384 connections take about 0.2 GiB in the hub."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a listener. A connection is *proven* once the peer has authenticated by a token, a grant or its user.
 
     Attributes:

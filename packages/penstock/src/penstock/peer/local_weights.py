@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -41,8 +40,7 @@ MAX_TENSORS = 1 << 22
 """Maximum number of tensors that a peer's layout may declare. The largest known checkpoint has 70,000 tensors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WeightLayout:
+class WeightLayout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The tensor table and the chunks that all holders of a key share."""
 
     table: TensorTable
@@ -177,8 +175,7 @@ def revision_of(manifest: Manifest) -> str:
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RowPlacement:
+class RowPlacement(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Each row's region, byte offset in the region, and address. Empty rows have region -1 and address 0."""
 
     regions: tuple[Memory, ...]

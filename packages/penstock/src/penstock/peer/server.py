@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
@@ -75,15 +74,14 @@ class RequestHandler(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Leased:
+class _Leased(msgspec.Struct):
     reader: str
     caller: str
     weights: LocalWeights
     attached: bool
     is_displaced: bool = False
     """Whether a caller with fewer readers received the slot of this lease. Requests with this lease are refused."""
-    seen: float = field(default_factory=time.monotonic)
+    seen: float = msgspec.field(default_factory=time.monotonic)
 
     @property
     def takes_place(self) -> bool:

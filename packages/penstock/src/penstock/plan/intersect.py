@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, islice, pairwise
 
+import msgspec
 import numpy as np
 
 from penstock.errors import PlanError
@@ -27,8 +27,7 @@ _PAIRS_AT_ONCE = 1 << 18
 """Maximum number of pairs of a held and a wanted box to compare in one step, which limits memory to tens of MiB."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Boxes:
+class Boxes(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Boxes as columns [num_boxes, num_dims]. Boxes with fewer dims are padded with `[0, 1)`."""
 
     start: I64
@@ -55,8 +54,7 @@ class Boxes:
         return Box(start=tuple(self.start[i].tolist()), stop=tuple(self.stop[i].tolist()))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Groups:
+class Groups(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Groups of values. Group g is `values[first[g]:first[g + 1]]`."""
 
     first: I64
@@ -68,8 +66,7 @@ class Groups:
         return np.diff(self.first)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BoxPieces:
+class BoxPieces(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The regions in which wanted boxes intersect held boxes, sorted by `want`."""
 
     want: I64
@@ -79,8 +76,7 @@ class BoxPieces:
     boxes: Boxes
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BoxStrips:
+class BoxStrips(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Pieces as bytes. Strip i has `num_rows` runs of `run_bytes`, which are `src_pitch` and `dst_pitch` apart.
 
     `src` and `dst` are offsets from the first byte of the held box and of the wanted box.
@@ -338,8 +334,7 @@ MAX_LISTED = 20
 """Maximum number of faults that a PlanError lists. Further faults are only counted."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Match:
+class Match(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The two sides of a sync, joined by tensor. Wanted tensors are numbered in the order in which they first occur."""
 
     forms: tuple[Form, ...]
@@ -367,8 +362,7 @@ class Match:
     want_offset: I64
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Rows:
+class _Rows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """All rows of the layouts on one side of the sync, with names and forms as numbers."""
 
     rank: I64

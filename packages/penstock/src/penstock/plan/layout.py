@@ -7,7 +7,6 @@ numbers. The `check` method of each type checks the numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -68,8 +67,7 @@ MAX_ELEMENTS = 1 << 48
 """Maximum number of elements in a tensor. With MAX_DIMS and 64-bit elements, every offset in bits stays below 2^62."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Runs:
+class Runs(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Equal rectangles of bytes, each with `num_rows` runs of `run_bytes`, `pitch_bytes` apart.
 
     The runs of all rectangles, concatenated in order, are the row-major bytes of the box.
@@ -136,8 +134,7 @@ def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
     return dims
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class Form(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of one box of a tensor in memory. A rank may have 70,000 rows but only about twenty forms."""
 
     dtype: DType
@@ -159,7 +156,7 @@ class Form:
         if len(strides) == len(extents):
             alone = self.box.num_elements == 0
             strides = tuple(0 if alone or n == 1 else step for n, step in zip(extents, strides, strict=True))
-        object.__setattr__(self, "strides", strides)
+        msgspec.structs.force_setattr(self, "strides", strides)
 
     @property
     def spec(self) -> str:
@@ -203,8 +200,7 @@ class Form:
 
 
 @decodable
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Boxes that one rank holds or wants. Row i is the box `forms[form[i]]` of tensor `names[i]` at `offset[i]`.
 
     A tensor may have several rows (a strided shard), and a box several copies (tied weights).

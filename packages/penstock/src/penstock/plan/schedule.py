@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +25,7 @@ ALIGN_IN_SLAB = 16
 """Rows share a slab only if their offsets agree modulo this, because vectorised kernels load 16 bytes at a time."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LoadPlan:
+class LoadPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Reads of one load, as columns. Offsets and lengths are in bytes.
 
     A read is one contiguous file range of at most `chunk_bytes`. Segments `seg_first[r]:seg_first[r + 1]` are the
@@ -92,7 +91,9 @@ class LoadPlan:
         segments = np.repeat(self.seg_first[:-1][reads] - (ends - counts), counts) + np.arange(int(ends[-1]))
         by_read = {name: getattr(self, name)[reads] for name in ("read_file", "read_offset", "read_nbytes")}
         by_segment = {name: getattr(self, name)[segments] for name in _SEGMENT_COLUMNS}
-        return replace(self, seg_first=np.concatenate(([0], ends)).astype(np.int64), **by_read, **by_segment)
+        return msgspec.structs.replace(
+            self, seg_first=np.concatenate(([0], ends)).astype(np.int64), **by_read, **by_segment
+        )
 
     def explain(self, limit: int = 20) -> str:
         """Return a description of the plan: totals, then the first `limit` reads."""
@@ -115,8 +116,7 @@ class LoadPlan:
 _SEGMENT_COLUMNS = ("seg_src", "seg_slab", "seg_dst", "seg_run", "seg_rows", "seg_pitch")
 
 
-@dataclass(slots=True)
-class _Pieces:
+class _Pieces(msgspec.Struct):
     """File ranges and their destinations, sorted by (file, offset). A piece with several rows is a rectangle."""
 
     file: I64
@@ -286,8 +286,7 @@ def _box_pieces(
     )
 
 
-@dataclass(slots=True)
-class _Spans:
+class _Spans(msgspec.Struct):
     """Groups of pieces, each in one file range `[start, stop)`. A tall span is a rectangle and is never cut."""
 
     of_piece: I64
@@ -365,8 +364,7 @@ CHUNK_BYTES = 16 * MIB
 after its upstream, mostly because of the request for the log."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ReadPieces:
+class ReadPieces(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Byte ranges of rows, as columns: bytes `[start[i], start[i] + nbytes[i])` of row `row[i]`."""
 
     row: I64
@@ -374,8 +372,7 @@ class ReadPieces:
     nbytes: I64
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ChunkTable:
+class ChunkTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The leaves and chunks of the bytes of all rows, which are concatenated to a *line*.
 
     Chunk `c` consists of leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row. There are

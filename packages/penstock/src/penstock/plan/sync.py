@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -72,8 +72,7 @@ def step_bytes(watermark_bytes: int) -> int:
 
 
 @decodable
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ReceiverPlan:
+class ReceiverPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Reads of one receiver. Segments are sorted by bucket, and within a bucket by source.
 
     Segment i has `num_rows[i]` runs of `run_bytes[i]`. The first run is at `src[i]` in the memory of source
@@ -185,8 +184,7 @@ class ReceiverPlan:
 
 
 @decodable
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class SyncPlan:
+class SyncPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Parts of all receivers, as columns without repetition. A receiver with 130,000 segments has only 5,000 rows here.
 
     A wanted row is a tensor with a pattern. Each strip of the pattern refers to a pair of the tensor, and each pair
@@ -240,7 +238,7 @@ class SyncPlan:
         """Return whether both plans are equal, column by column."""
         if not isinstance(other, SyncPlan):
             return NotImplemented
-        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
 
     def __hash__(self) -> int:
         """Return the hash of the key."""
@@ -458,8 +456,7 @@ def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TeamLines:
+class TeamLines(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Shares of all receivers, as sections of one line per team: the bytes that are read from the team.
 
     The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. A share begins at `start` of its line. Each

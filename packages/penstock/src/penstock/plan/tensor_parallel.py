@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.arguments import require_type
 from penstock.errors import ConfigError, PlanError
 from penstock.types import Box
@@ -55,8 +57,7 @@ _FP8_BLOCK = 128
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRule:
+class SplitRule(msgspec.Struct, frozen=True):
     """Rule that splits a tensor between ranks.
 
     Attributes:
@@ -253,8 +254,7 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     return (queries, keys) if queries and isinstance(queries, int) and isinstance(keys, int) else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorParallelRank:
+class TensorParallelRank(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of tensor parallelism, for `boxes=` of a load. Create it with `tensor_parallel`."""
 
     rank: int

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from penstock import descriptors
 from penstock.config import Settings
@@ -23,8 +24,7 @@ _PIECE_BYTES = 8 * MIB
 _THREADS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Downloaded:
+class Downloaded(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a `download`."""
 
     nbytes: int

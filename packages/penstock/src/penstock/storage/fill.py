@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, IntegrityError
 from penstock.logs import log_named
@@ -133,7 +135,9 @@ def _fill(
     default = str(library().constants.DEFAULT_REVISION)
     contents = storage.contents(uri, default=default, settings=settings, storage_options=options)
     if is_needed is not None:
-        contents = replace(contents, files={name: file for name, file in contents.files.items() if is_needed(name)})
+        contents = msgspec.structs.replace(
+            contents, files={name: file for name, file in contents.files.items() if is_needed(name)}
+        )
     total_bytes = fetched_bytes = 0
 
     def copy(paths: Mapping[str, Path], publish: Callable[[str], None]) -> None:

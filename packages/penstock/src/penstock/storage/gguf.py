@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -67,8 +67,7 @@ _VALUE_TYPES = (
 _INTEGERS = {0, 1, 2, 3, 4, 5, 10, 11}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockType:
+class BlockType(msgspec.Struct, frozen=True, kw_only=True):
     """A quantised type that stores every `elements` consecutive values of a row in `nbytes` bytes."""
 
     name: str
@@ -76,8 +75,7 @@ class BlockType:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufBlocks:
+class GgufBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """The type and shape of a quantised tensor, in elements."""
 
     type: str
@@ -133,8 +131,7 @@ Q8_1 and never writes the type to files."""
 BY_NAME: Mapping[str, BlockType] = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class Field(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of a file's metadata."""
 
     type: int
@@ -144,8 +141,7 @@ class Field:
     """Key, type and value as encoded in the file."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class GgufHeader(Header):
+class GgufHeader(Header, frozen=True, eq=False, kw_only=True):
     """The checked header of one GGUF file."""
 
     fields: Mapping[str, Field]

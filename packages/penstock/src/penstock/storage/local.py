@@ -15,9 +15,10 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from penstock import descriptors, interrupts
 from penstock.errors import (
@@ -48,8 +49,7 @@ _TICK_S = 0.001
 _HINT = "load it when no process writes to it; to replace a file, write a new file and rename it"
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
+class FileState(msgspec.Struct, frozen=True):
     """The fields of fstat(2) that identify one version of a file's content."""
 
     dev: int

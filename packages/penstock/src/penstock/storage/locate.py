@@ -9,10 +9,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
+
+import msgspec
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, FormatError, NotFound, PenstockError, PermissionDenied
@@ -97,8 +98,7 @@ Uri = str | os.PathLike[str]
 Uris = Uri | Sequence[Uri]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
+class Location(msgspec.Struct, frozen=True, kw_only=True):
     """Files that form one weight set."""
 
     uri: str

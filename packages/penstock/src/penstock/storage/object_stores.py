@@ -12,13 +12,13 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import msgspec
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -99,8 +99,7 @@ _GIVES_CREDENTIALS = frozenset(
 """Profile settings from which boto3 obtains credentials. Source: the credentials guide of boto3."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwsProfile:
+class AwsProfile(msgspec.Struct, frozen=True, kw_only=True):
     """A profile from the AWS configuration files. A field is empty if the profile does not set it.
 
     Attributes:
@@ -116,8 +115,7 @@ class AwsProfile:
     ca_bundle: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Client:
+class Client(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for obstore's HTTP client. `proxy` is an address and a list of exclusions."""
 
     trusted: tuple[Bundle, ...]
@@ -126,8 +124,7 @@ class Client:
     proxy: tuple[str, str] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectKey:
+class ObjectKey(msgspec.Struct, frozen=True, kw_only=True):
     """A key in a store. `root` followed by any key of the store is the URI of that key."""
 
     uri: str

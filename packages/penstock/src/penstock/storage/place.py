@@ -16,7 +16,6 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -47,8 +46,7 @@ _MAX_NAMES = 5
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputPlace:
+class OutputPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A local directory to which a weight set is published."""
 
     path: Path

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, unquote
@@ -41,8 +40,7 @@ _LISTINGS = 64
 _KEPT_LOCALLY = ("penstock.manifest", "penstock.manifest.sig")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepositoryFile:
+class RepositoryFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file in a commit, as the hub lists it."""
 
     nbytes: int
@@ -53,8 +51,7 @@ class RepositoryFile:
     """SHA-256 or git's blob id. Empty if a mirror lists neither."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepositoryAddress:
+class RepositoryAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The components of a repository's URI."""
 
     scheme: str
@@ -73,8 +70,7 @@ class RepositoryAddress:
         return f"{self.repository}@{quote(revision, safe='~')}{f'/{path}' if path else ''}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """The files that a URI names in one commit of a repository."""
 
     uri: str

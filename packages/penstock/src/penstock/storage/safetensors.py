@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -49,8 +48,7 @@ _METADATA = "__metadata__"
 _LARGE_BYTES = 16 * MIB
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The checked content of one file's header."""
 
     tensors: TensorTable
@@ -128,7 +126,7 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
         source.readv(len(first), [memoryview(rest)])
         first += rest
     header = parse_header(bytes(memoryview(first)[8:stop]), file_nbytes=source.nbytes, uri=source.uri)
-    return replace(header, read_nbytes=len(first))
+    return msgspec.structs.replace(header, read_nbytes=len(first))
 
 
 def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatError:

@@ -10,9 +10,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
+import msgspec
 import numpy as np
 
 from penstock import descriptors
@@ -72,8 +73,7 @@ _FEW_FILES = 8
 _LOCAL_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WeightSet(Closeable):
+class WeightSet(Closeable, msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A manifest with an open source for each of its files. Closing the weight set closes the sources."""
 
     uri: str
@@ -91,8 +91,7 @@ class WeightSet(Closeable):
             source.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Opened:
+class _Opened(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     name: str
     source: Source
     header: Header
@@ -130,7 +129,7 @@ def open_weights(
     require_type("storage_options", storage_options, (Mapping, type(None)), "a dict of options by obstore's names")
     place = resolve(uri, settings=settings, storage_options=storage_options)
     if not with_manifest:
-        place = replace(place, sidecar_uri=None)
+        place = msgspec.structs.replace(place, sidecar_uri=None)
     files = list(place.files)
     wanted: set[str] | None = None
     if place.weight_map is not None and names is not None:
@@ -495,8 +494,7 @@ _WINDOW_BYTES = 8 * MIB
 _Piece = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
+class _Window(msgspec.Struct, frozen=True, kw_only=True):
     file: int
     offset: int
     nbytes: int

@@ -15,8 +15,9 @@ No subscriber goes live before the hub has recorded a commit, which is final. So
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Literal
+
+import msgspec
 
 from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision
@@ -28,8 +29,7 @@ Standing = Literal["waiting", "prepared", "failed", "gone", "late", "refused"]
 MAX_REASON_CHARS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
+class Vote(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one subscriber on a version."""
 
     standing: Standing = "waiting"
@@ -37,8 +37,7 @@ class Vote:
     is_checked: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The coordinator's decision before the hub records it."""
 
     is_commit: bool
@@ -46,7 +45,7 @@ class Verdict:
     why: str = ""
     prepared: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def decision(self, epoch: str, version: int) -> FleetDecision:
         """Return the verdict as a decision that the hub can record."""
@@ -54,13 +53,12 @@ class Verdict:
         return FleetDecision(epoch=epoch, version=version, outcome=outcome, by=self.by, why=self.why[:MAX_REASON_CHARS])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ballot:
+class Ballot(msgspec.Struct, frozen=True, kw_only=True):
     """The reports of all subscribers on one version. A ballot is immutable."""
 
     stragglers: Stragglers
     needs_check: bool = False
-    votes: Mapping[str, Vote] = field(default_factory=dict)
+    votes: Mapping[str, Vote] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, expected: Iterable[str], stragglers: Stragglers, *, needs_check: bool = False) -> Ballot:
@@ -81,14 +79,16 @@ class Ballot:
             return self
         if previous is not None and previous.standing == "refused":
             return self
-        return replace(self, votes={**self.votes, member: Vote(standing=standing, why=why, is_checked=is_checked)})
+        return msgspec.structs.replace(
+            self, votes={**self.votes, member: Vote(standing=standing, why=why, is_checked=is_checked)}
+        )
 
     def without(self, member: str) -> Ballot:
         """Return the ballot after a subscriber left the sync. A refusal by the subscriber still counts."""
         previous = self.votes.get(member)
         if previous is None or previous.standing == "refused":
             return self
-        return replace(self, votes={name: vote for name, vote in self.votes.items() if name != member})
+        return msgspec.structs.replace(self, votes={name: vote for name, vote in self.votes.items() if name != member})
 
     def decide(self, *, is_due: bool) -> Verdict | None:
         """Return the verdict, or None while reports are missing. `is_due` is True once the deadline has passed."""
@@ -147,8 +147,7 @@ Question = Literal["coordinator", "hub"]
 """The process to ask next. Asking the hub proposes a withdrawal, and the hub returns the recorded decision."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionReply:
+class DecisionReply(msgspec.Struct, frozen=True, kw_only=True):
     """A process's reply to a question, or the fact that it did not reply."""
 
     at: float
@@ -157,8 +156,7 @@ class DecisionReply:
     """State without a decision: not decided yet, process gone, no reply in time, or later versions already decided."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Undecided:
+class Undecided(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a wait that ended without a decision."""
 
     is_past: bool

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -32,8 +32,7 @@ SHORT_BYTES = 256 << 10
 benchmarks/results/h200x2_202611/transport.md."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Region:
+class _Region(msgspec.Struct, frozen=True, eq=False):
     """The copies within one region. Offsets are the same in source and destination."""
 
     dst: Memory

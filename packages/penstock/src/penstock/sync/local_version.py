@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -424,12 +423,11 @@ class LocalVersion:
         self.regions.close()
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(msgspec.Struct, eq=False):
     """A waiting thread with its own event. If every batch woke all threads, they would contend for the GIL."""
 
     spans: tuple[I64, I64]
-    woken: threading.Event = field(default_factory=threading.Event)
+    woken: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class _RowSpans:

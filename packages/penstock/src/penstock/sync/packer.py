@@ -9,8 +9,8 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,8 +30,7 @@ FILL_S = 30.0
 """Deadline in seconds for packing on a device. Packing takes a millisecond."""
 
 
-@dataclass(slots=True, eq=False)
-class _Buffer:
+class _Buffer(msgspec.Struct, eq=False):
     memory: Memory
     handles: dict[str, Handle]
     lease: str = ""
@@ -43,12 +42,11 @@ class _Buffer:
             handle.fence()
 
 
-@dataclass(slots=True, eq=False)
-class _DeviceBuffers:
+class _DeviceBuffers(msgspec.Struct, eq=False):
     most: int
     """Maximum number of buffers. A failed allocation reduces it until the next fence."""
     num_begun: int = 0
-    buffers: list[_Buffer] = field(default_factory=list)
+    buffers: list[_Buffer] = msgspec.field(default_factory=list)
 
 
 class Packer(Closeable):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from penstock.hub.messages import FleetDecision
 from penstock.sync.messages import PartReply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutNeeded:
+class LayoutNeeded(msgspec.Struct, frozen=True, kw_only=True):
     """The planner does not know the receiver's layout, so the receiver must send it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotYet:
+class NotYet(msgspec.Struct, frozen=True, kw_only=True):
     """There is no part yet, so the receiver must repeat its request."""
 
     why: str
@@ -22,8 +20,7 @@ class NotYet:
     version: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawn:
+class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
     """The version was withdrawn and must not go live."""
 
     epoch: str
@@ -31,8 +28,7 @@ class Withdrawn:
     decision: FleetDecision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True, kw_only=True):
     """The terms on which a receiver may read a version, and the receiver's part of the plan."""
 
     epoch: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import SyncMember
@@ -31,14 +32,12 @@ def _no_terms(asker: str, request: PartRequest, epoch: str, version: int) -> Gra
 LayoutToken = tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _EncodedPlan:
+class _EncodedPlan(msgspec.Struct):
     plan: SyncPlan
-    parts: dict[str, bytes] = field(default_factory=dict)
+    parts: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class Planner:
+class Planner(msgspec.Struct, eq=False, dict=True):
     """The planner of a member, whose layout is `ours`. Any thread may call the planner. One thread plans at a time."""
 
     membership: Membership
@@ -97,7 +96,9 @@ class Planner:
             raise StaleDescriptor(message) from error
         # A part takes several megabytes and is the same for every version, so send it only once.
         has_part = request.have_key == plan.plan.key
-        return replace(terms, epoch=self._epoch_of(members), key=plan.plan.key, part=None if has_part else raw)
+        return msgspec.structs.replace(
+            terms, epoch=self._epoch_of(members), key=plan.plan.key, part=None if has_part else raw
+        )
 
     def table(self) -> TableReply:
         """Return the table of all publishers' tensors. Raise NotFound while ranks are missing."""

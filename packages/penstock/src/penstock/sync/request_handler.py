@@ -12,7 +12,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -50,14 +49,12 @@ class Plans(Protocol):
         """Return the table of the offered tensors."""
 
 
-@dataclass(slots=True)
-class _OpenSession:
+class _OpenSession(msgspec.Struct):
     member: str
     seen: float
 
 
-@dataclass(eq=False)
-class SyncHandler:
+class SyncHandler(msgspec.Struct, eq=False, dict=True):
     """The handler of a member. `admit` consumes a grant, and `check` tests whether the memory may be served."""
 
     key: str

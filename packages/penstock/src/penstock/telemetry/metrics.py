@@ -10,8 +10,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import msgspec
 
 from penstock.entry_points import install_hint, own_version
 from penstock.errors import MissingExtra
@@ -138,24 +139,22 @@ Received = Mapping[tuple[str, str], int]
 method."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Values from a journey's report, for its metrics and its span."""
 
     nbytes: int
-    phases: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = msgspec.field(default_factory=dict)
     verified_bytes: int = 0
     path: str = ""
     """Readable text that lists the paths with their bytes."""
     pause_s: float | None = None
-    subscribers: Mapping[str, int] = field(default_factory=dict)
+    subscribers: Mapping[str, int] = msgspec.field(default_factory=dict)
     """For the publication of a version, the number of subscribers for each result."""
-    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    attributes: Mapping[str, Attribute] = msgspec.field(default_factory=dict)
     """Additional attributes for the span."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The result and the totals of a finished journey."""
 
     result: str

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -38,8 +38,7 @@ _FLAT = (1, 4096)
 without rows. 4,096 elements are sixteen 16-byte loads for each lane of 4 warps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KernelJob:
+class KernelJob(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A tensor, or a shard whose edges cut no block, with its output tensors."""
 
     source: torch.Tensor
@@ -62,8 +61,7 @@ class _Key(NamedTuple):
     """The largest magnitude of the whole tensor must be measured first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _LaunchTiles:
+class _LaunchTiles(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Tiles of one launch."""
 
     key: _Key
@@ -72,8 +70,7 @@ class _LaunchTiles:
     num_tiles: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Fusion:
+class Fusion(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Jobs that are laid out for the kernels, to be run whenever the sources have changed.
 
     A `Fusion` holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.

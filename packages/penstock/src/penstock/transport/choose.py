@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from penstock.arguments import require_type
 from penstock.cuda.driver import CudaDriver
 from penstock.entry_points import entry_points, load
@@ -31,8 +33,7 @@ _log = log_named("penstock.transport")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportSetup:
+class TransportSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Settings with which a transport is opened.
 
     Attributes:

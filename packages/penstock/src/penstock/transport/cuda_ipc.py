@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 from weakref import WeakKeyDictionary
@@ -276,8 +275,7 @@ _LONGEST_NAP_S = 0.01
 _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _QueuedCopies:
+class _QueuedCopies(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Copies laid out for one stream, which can be queued repeatedly."""
 
     queue: Callable[[], None]

@@ -11,7 +11,6 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -62,8 +61,7 @@ MAX_FRUITLESS = 3
 """Maximum number of consecutive connections for a part that are closed without a byte."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionAddress:
+class RegionAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address of a peer: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""

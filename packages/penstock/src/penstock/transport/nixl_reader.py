@@ -19,7 +19,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -264,19 +263,17 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     word: _Count
 
 
-@dataclass(slots=True, eq=False)
-class _Remote:
+class _Remote(msgspec.Struct, eq=False):
     """State of a peer's agent."""
 
     name: str
-    metadata: set[bytes] = field(default_factory=set)
+    metadata: set[bytes] = msgspec.field(default_factory=set)
     num_reads: int = 0
-    progress_at: float = field(default_factory=time.monotonic)
+    progress_at: float = msgspec.field(default_factory=time.monotonic)
     notified_at: float = 0.0
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class NixlPost:
+class NixlPost(msgspec.Struct, eq=False, kw_only=True):
     """The remaining pieces of a read. `owner` identifies the registration into which the read writes."""
 
     owner: object

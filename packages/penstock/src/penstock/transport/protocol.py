@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 import msgspec
@@ -85,8 +84,7 @@ class Owner(ABC):
         """Return whether the owner still has at least `nbytes` bytes at this address."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A range of writable bytes in this process.
 
     Attributes:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -131,8 +130,7 @@ MOST_PRECOMPUTED = 64
 """Maximum number of regions whose digests the device computes during the copy. Each takes half a millisecond."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CopyBatch:
+class _CopyBatch(msgspec.Struct, frozen=True, eq=False):
     """Rows that are copied together."""
 
     rows: I64
@@ -193,7 +191,7 @@ class VersionSnapshot(Closeable):
             if on_host and len(live) <= MOST_PRECOMPUTED and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
                 self._precomputed = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
-            copied = dataclasses.replace(layout, address=address)
+            copied = msgspec.structs.replace(layout, address=address)
             self.local_version = LocalVersion(
                 copied, [*memories, *filled], links, precomputed=self._precomputed, pack_bytes=pack_bytes
             )

@@ -9,7 +9,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from penstock.errors import Cancelled, ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
 from penstock.hub.messages import FleetDecision, SyncMember
@@ -193,16 +194,14 @@ def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[Sync
 _KEPT = 8
 
 
-@dataclass(slots=True)
-class _Expected:
+class _Expected(msgspec.Struct):
     """A subscriber that a publish waits for."""
 
     progressed: float
     moved_bytes: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitTerms:
+class CommitTerms(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a two-phase commit. See `Publisher.publish`."""
 
     timeout_s: float
@@ -210,8 +209,7 @@ class CommitTerms:
     needs_check: bool
 
 
-@dataclass(slots=True)
-class _VersionProgress:
+class _VersionProgress(msgspec.Struct):
     """The subscribers' progress on a version. `cancelled` is the reason for a withdrawal. `fleet` is the decision."""
 
     expected: dict[str, _Expected]
@@ -219,9 +217,9 @@ class _VersionProgress:
     due: float = 0.0
     cancelled: str = ""
     fleet: FleetDecision | None = None
-    committed: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    committed: list[str] = msgspec.field(default_factory=list)
+    late: list[str] = msgspec.field(default_factory=list)
+    failed: dict[str, str] = msgspec.field(default_factory=dict)
     is_over: bool = False
 
     def decision(self) -> Decision:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from penstock.errors import ConfigError
@@ -28,8 +28,7 @@ _LISTED = 5
 log = log_named("penstock.sync")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfferOptions:
+class OfferOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options for a rank's `Offer`. See `publisher`."""
 
     copies: str | None
@@ -41,8 +40,7 @@ class OfferOptions:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Registration:
+class _Registration(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """An offer, and the memory that receivers read."""
 
     offer: Offer
@@ -185,7 +183,7 @@ class Registered(Closeable):
             address = secrets.token_hex(8)
             snapshot: VersionSnapshot | None = None
             if options.copies is None:
-                layout = replace(layout, address=address)
+                layout = msgspec.structs.replace(layout, address=address)
                 local_version = LocalVersion(layout, memories, links, pack_bytes=options.pack_bytes)
                 stack.callback(local_version.close)
             else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from penstock.errors import HubUnavailable, PenstockError, StaleDescriptor
 from penstock.hub.messages import FleetDecision
@@ -18,8 +19,7 @@ from penstock.sync.publish.rank_group import CommitTerms, SubscriberProgress
 from penstock.sync.publish.registered import Registered
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TrainerRank:
+class TrainerRank(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The parts of a publisher rank that every strategy uses."""
 
     rank: int
@@ -80,8 +80,7 @@ class TrainerRank:
         self.announcements.end()
 
 
-@dataclass(frozen=True)
-class OnePhase:
+class OnePhase(msgspec.Struct, frozen=True):
     """Each subscriber goes live independently. The trainer waits for subscribers that read its live parameters."""
 
     is_two_phase = False
@@ -102,8 +101,7 @@ class OnePhase:
         return rank.progress.wait(version, stall_s=rank.stall_s, is_gone=is_gone)
 
 
-@dataclass(frozen=True)
-class TwoPhase:
+class TwoPhase(msgspec.Struct, frozen=True):
     """All subscribers prepare a version, and rank 0 decides whether all of them go live or none."""
 
     is_two_phase = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -36,8 +36,7 @@ BATCH_BYTES = 512 * MIB
 millisecond of Python. Source: benchmarks/results/h200_202611/transform.md."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A row of this rank that is also offered in an additional format."""
 
     row: ShardRow
@@ -45,8 +44,7 @@ class Chosen:
     owned: Box
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
+class _Batch(msgspec.Struct, frozen=True, eq=False):
     """Rows that are quantised together."""
 
     rows: I64

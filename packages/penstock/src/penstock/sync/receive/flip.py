@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.errors import PenstockError
 from penstock.sync.receive.hooks import Around, Hooks
@@ -33,8 +34,7 @@ Pause = Callable[[int], None]
 """Executes steps 1 to 4 for a version. Further calls in the same flip have no effect."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flipped:
+class Flipped(msgspec.Struct, frozen=True, kw_only=True):
     """A version that a flip made live, with the durations in seconds."""
 
     staged: Staged
@@ -42,8 +42,7 @@ class Flipped:
     install_s: float = 0.0
 
 
-@dataclass(eq=False)
-class FlipOrder:
+class FlipOrder(msgspec.Struct, eq=False):
     """The steps of a subscriber's flips. `on_live` is called before hooks report a new version to the engine."""
 
     states: SubscriberStates

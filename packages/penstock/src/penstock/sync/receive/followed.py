@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from penstock.hub.messages import layout_digest
@@ -16,8 +16,7 @@ from penstock.sync.shards import Declarable
 from penstock.types import TensorTable
 
 
-@dataclass(eq=False)
-class FollowedTarget:
+class FollowedTarget(msgspec.Struct, eq=False, dict=True):
     """A target, and the addresses that its tensors had when its requirements were determined."""
 
     target: Target

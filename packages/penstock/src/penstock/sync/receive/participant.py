@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
@@ -22,8 +22,7 @@ from penstock.sync.receive.update import UpdateLoop
 from penstock.timing import Timing
 
 
-@dataclass(eq=False)
-class Participant:
+class Participant(msgspec.Struct, eq=False):
     """A subscriber that takes part in fleet commits. `check_open` raises Cancelled if the subscriber is closed."""
 
     membership: Membership

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from penstock.cuda.device_memory import DeviceMemory, memory_of
@@ -153,8 +154,7 @@ def _sorted_out(
     return filled, others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleasedVersion:
+class ReleasedVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The version that was live when a subscriber released its weights, and the data needed to restore it."""
 
     name: str
@@ -211,8 +211,7 @@ class ReleasedVersion:
         return Staged(version=self.version, epoch=self.epoch, origin="restore", begun=begun, attempts=1, sources={})
 
 
-@dataclass(eq=False)
-class Release:
+class Release(msgspec.Struct, eq=False):
     """The weights of a subscriber while its engine sleeps. Only one thread at a time may release or restore weights."""
 
     name: str

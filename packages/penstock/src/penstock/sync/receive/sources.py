@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Self, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -63,8 +63,7 @@ class LocalLink:
 _AT_ONCE = 16
 
 
-@dataclass(eq=False)
-class PeerLink:
+class PeerLink(msgspec.Struct, eq=False, dict=True):
     """A link to another member through the member's server. `same_host` is True if a Unix socket was reached."""
 
     same_process = False
@@ -115,8 +114,7 @@ class SourceFailed(Exception):
         self.error = error
 
 
-@dataclass(eq=False)
-class LinkRequests:
+class LinkRequests(msgspec.Struct, eq=False, dict=True):
     """Parallel requests to members for their maps of a version. Leaving the block drops unused links."""
 
     membership: Membership
@@ -195,8 +193,7 @@ SourceLink = LocalLink | PeerLink
 """A link to one source of one version, while a receiver reads from it. Thread-safe."""
 
 
-@dataclass(eq=False)
-class SourceRead:
+class SourceRead(msgspec.Struct, eq=False, dict=True):
     """The reads from one source during one run. Without `leases`, short runs are not packed. Thread-safe."""
 
     link: SourceLink
@@ -401,8 +398,7 @@ def _posted(
     yield transport, transport.post_read(into, descriptor, segments)
 
 
-@dataclass(slots=True, kw_only=True)
-class LinkReport:
+class LinkReport(msgspec.Struct, kw_only=True):
     """One source's share of a transfer."""
 
     member: str
@@ -415,8 +411,7 @@ class LinkReport:
     short_runs: ShortRuns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferReport:
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The statistics of one run of a transfer."""
 
     nbytes: int
@@ -448,8 +443,7 @@ class TransferReport:
         return tuple(lines)
 
 
-@dataclass(slots=True)
-class _OccupiedTime:
+class _OccupiedTime(msgspec.Struct):
     """The time during which at least one thread is reading. Overlapping reads count once."""
 
     inside: int = 0

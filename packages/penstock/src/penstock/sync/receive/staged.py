@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from penstock.plan.sync import WATERMARK_BYTES, ReceiverPlan
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.recording.layout import Load
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
+class Staged(msgspec.Struct, frozen=True, kw_only=True):
     """A version that was read and verified."""
 
     version: int
@@ -29,21 +29,20 @@ class Staged:
     packed_bytes: int = 0
     staging_bytes: int = 0
     install_s: float = 0.0  # of a restore
-    lost: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = msgspec.field(default_factory=dict)
     plan_s: float = 0.0
     wire_s: float = 0.0
     path: str = ""
     sources: Mapping[str, int]
-    nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
+    nbytes_by_path: Mapping[str, int] = msgspec.field(default_factory=dict)
     why: tuple[str, ...] = ()
     decide_by: float | None = None
     """Time at which the fleet's decision is due. None means that the version may go live at once."""
     check: bytes = b""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateOptions:
+class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options for filling a target. See `subscriber`."""
 
     staged: bool

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 
 class SubscriberState(Enum):
@@ -61,13 +62,12 @@ class InvalidTransition(RuntimeError):
     """The subscriber cannot change from its current state to the requested state. This is a bug in Penstock."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveVersion:
+class LiveVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The version that a target contains."""
 
     epoch: str = ""
     version: int = -1
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     path: str = ""
     took_s: float = 0.0
     pause_s: float = 0.0

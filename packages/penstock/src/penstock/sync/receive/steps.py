@@ -6,9 +6,9 @@ Small adjacent buckets form a window. A step reads pieces of one window from one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from penstock.digest.strip import Strips
@@ -19,8 +19,7 @@ from penstock.types import I64
 
 
 # Compare steps by identity, because they are keys of dicts within a run and from one version to the next.
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Strips that are read from one source in one step."""
 
     window: int
@@ -34,8 +33,7 @@ class Step:
     places: tuple[I64, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Windows:
+class Windows(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The windows and steps of a receiver's part. Window i has buckets `[bucket_first[i], bucket_first[i + 1])`."""
 
     bucket_first: tuple[int, ...]
@@ -115,7 +113,7 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
         of, to = divmod(region_pair, len(ours))
         places.append(np.flatnonzero(pair == region_pair))
         some = table[places[-1]]
-        reads.append((of, to, replace(some, src=some.src - theirs[of], dst=some.dst - ours[to])))
+        reads.append((of, to, msgspec.structs.replace(some, src=some.src - theirs[of], dst=some.dst - ours[to])))
     return Step(
         window=window,
         source=source,
@@ -139,7 +137,7 @@ def some_of(step: Step, which: I64) -> Step:
         if mine.any():
             reads.append((of, to, table[mine]))
             places.append(number[at[mine]])
-    return replace(
+    return msgspec.structs.replace(
         step,
         nbytes=int(step.ours.nbytes[which].sum()),
         rows=step.rows[which],

@@ -10,9 +10,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
 from functools import partial
 from typing import Self
+
+import msgspec
 
 from penstock.arguments import require_seconds, require_version
 from penstock.errors import (
@@ -440,7 +441,9 @@ class Subscriber(Closeable):
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
             # Do not count the bytes and the time that `stage` has already counted.
-            journey.outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
+            journey.outcome = msgspec.structs.replace(
+                update_outcome(report), phases={"install": report.install_s}, verified_bytes=0
+            )
             return report
 
     @contextlib.contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -37,8 +38,7 @@ Target = torch.nn.Module | Mapping[str, Declarable] | TargetFunction
 """A module whose loader is recorded, or tensors by the checkpoint's names, or a function that returns these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSelection:
+class TensorSelection(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors that one receiver reads, with the tag of each transformed tensor."""
 
     table: TensorTable
@@ -177,7 +177,7 @@ def _columns(table: TensorTable) -> Iterator[tuple[str, DType, Sequence[int]]]:
 
 
 def _tagged(row: ShardRow, tag: str) -> ShardRow:
-    return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
+    return replace(row, form=msgspec.structs.replace(row.form, tag=tag)) if tag and not row.form.tag else row
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:

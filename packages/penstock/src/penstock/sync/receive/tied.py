@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from penstock.digest.strip import Strips
@@ -21,8 +21,7 @@ _ANY_NBYTES = 1 << 62
 """A limit that no source reaches, because the real sizes are unknown here."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Reads:
+class _Reads(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     source: I64
     src: I64
     src_pitch: I64
@@ -32,7 +31,7 @@ class _Reads:
     num_rows: I64
 
     def __getitem__(self, which: np.ndarray) -> _Reads:
-        return _Reads(**{name: getattr(self, name)[which] for name in self.__slots__})
+        return _Reads(**{name: getattr(self, name)[which] for name in self.__struct_fields__})
 
     @property
     def theirs(self) -> Strips:
@@ -61,7 +60,7 @@ class TiedRows:
         kept = ~np.isin(part.row, [row for _, *others in groups for row in others])
         count = np.concatenate([[0], np.cumsum(kept)])
         columns = {name: getattr(part, name)[kept] for name in _COLUMNS}
-        self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
+        self.part = msgspec.structs.replace(part, bucket_first=count[part.bucket_first], **columns)
 
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
         """Raise PlanError if the sources of tied rows have different bytes, or SourceFailed if a source stalls."""
@@ -89,7 +88,7 @@ class TiedRows:
 def _reads(part: ReceiverPlan, row: int) -> _Reads:
     mine = np.flatnonzero(part.row == row)
     mine = mine[np.argsort(part.dst[mine], kind="stable")]
-    return _Reads(**{name: getattr(part, name)[mine] for name in _Reads.__slots__})
+    return _Reads(**{name: getattr(part, name)[mine] for name in _Reads.__struct_fields__})
 
 
 def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
@@ -113,10 +112,10 @@ def _runs(reads: _Reads) -> _Reads:
     each = reads[np.repeat(np.arange(len(reads.dst)), reads.num_rows)]
     number = spread(np.zeros(len(reads.dst), np.int64), reads.num_rows)
     src, dst = each.src + number * each.src_pitch, each.dst + number * each.dst_pitch
-    runs = replace(each, src=src, dst=dst, num_rows=np.ones_like(number))
+    runs = msgspec.structs.replace(each, src=src, dst=dst, num_rows=np.ones_like(number))
     return runs[np.argsort(dst, kind="stable")]
 
 
 def _piece(runs: _Reads, at: I64, begin: I64, nbytes: I64) -> _Reads:
     some = runs[at]
-    return replace(some, src=some.src + begin - some.dst, dst=begin, run_bytes=nbytes)
+    return msgspec.structs.replace(some, src=some.src + begin - some.dst, dst=begin, run_bytes=nbytes)

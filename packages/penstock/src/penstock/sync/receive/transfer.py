@@ -12,9 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from penstock.digest.strip import Strips
@@ -136,8 +136,7 @@ LEAST_BYTES = MIB
 """Smallest watermark. Below it every strip would be split into a few leaves of its digest."""
 
 
-@dataclass(eq=False)
-class Transfer:
+class Transfer(msgspec.Struct, eq=False, dict=True):
     """The transfer of a receiver's part of a sync. Call `run` for each version, while the plan's key is the same.
 
     `watermark_bytes` limits the bytes that are read and not yet verified. `lost` is the source that failed, or None.
@@ -148,7 +147,7 @@ class Transfer:
     names: Sequence[str] = ()
     watermark_bytes: int = WATERMARK_BYTES
     stall_s: float = 30.0
-    trace: Trace = field(default_factory=lambda: Trace(enabled=False))
+    trace: Trace = msgspec.field(default_factory=lambda: Trace(enabled=False))
     delta: ChangedRanges | None = None
     threads: KeptThreads | None = None
     timing: Timing = DEFAULT
@@ -227,12 +226,11 @@ class Transfer:
         return self._windows
 
 
-@dataclass(slots=True, eq=False)
-class _Queue:
+class _Queue(msgspec.Struct, eq=False):
     """A queue of waiting steps. `turns` limits concurrent reads from several sources."""
 
     turns: threading.BoundedSemaphore | None
-    steps: deque[Step] = field(default_factory=deque)
+    steps: deque[Step] = msgspec.field(default_factory=deque)
     num_flying: int = 0
 
 

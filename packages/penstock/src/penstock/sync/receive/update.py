@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -67,8 +66,7 @@ _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
 
-@dataclass(eq=False)
-class UpdateLoop:
+class UpdateLoop(msgspec.Struct, eq=False, dict=True):
     """The update loop of a receiver, and its live version as a source for other members.
 
     One thread at a time updates, and the server's threads read the attributes.
@@ -279,7 +277,9 @@ class UpdateLoop:
                         self._refuse_withdrawn(granted.later)
                         return nothing_read(granted.version, granted.epoch, begun, attempt)
                     staged = self._read(planner, buffers, granted, requests, begun, attempt, pause)
-                    return replace(staged, lost={member: error.summary for member, error in lost.items()})
+                    return msgspec.structs.replace(
+                        staged, lost={member: error.summary for member, error in lost.items()}
+                    )
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:

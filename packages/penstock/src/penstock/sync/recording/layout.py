@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -52,8 +51,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.permutation == tuple(range(len(self.permutation)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
+class Constant(msgspec.Struct, frozen=True, kw_only=True):
     """A box that the loader sets to one number, such as padding."""
 
     target: str
@@ -61,8 +59,7 @@ class Constant:
     value: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """The copies that a loader makes from a checkpoint into a model. No element of a parameter is in two records."""
 
     layout: str
@@ -80,7 +77,7 @@ class Recording:
     tensors after the loader has run."""
     fillable: frozenset[str] | None = None
     """Live tensors that the unrecorded tensors may fill. None means any, because the loader decides by values."""
-    repeated: Mapping[str, str] = field(default_factory=dict)
+    repeated: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Checkpoint tensors that were replaced in a tied parameter, each with the tensor that replaced it."""
 
     def wants(self) -> tuple[TensorRequirement, ...]:
@@ -96,8 +93,7 @@ class Recording:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRequirement:
+class TensorRequirement(msgspec.Struct, frozen=True, kw_only=True):
     """The boxes that a receiver needs from one checkpoint tensor."""
 
     name: str

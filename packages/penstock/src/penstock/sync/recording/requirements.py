@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import msgspec
 import torch
 
 from penstock.errors import PlanError, printable
@@ -89,7 +90,7 @@ def record(
     except LoaderRaised as raised:
         return _unrecorded(model, table, specs, unheld, raised)
     fillable = None if recording.fillable is None else recording.fillable | touched
-    return replace(recording, touched=touched, fillable=fillable)
+    return msgspec.structs.replace(recording, touched=touched, fillable=fillable)
 
 
 def _unrecorded(
@@ -183,8 +184,7 @@ def _repeated(
 _NAMED = 10
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Step:
+class _Step(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A conversion of received bytes that `record` describes, or a plain copy if `record` is None."""
 
     piece: torch.Tensor
@@ -315,7 +315,7 @@ class Requirements:
         with self._writing():
             # Writing into the copy is safe here: no row arrives at these targets, so a flip does not copy them.
             for step in steps:
-                replace(step, piece=staged(step.piece), target=staged(step.target)).run()
+                msgspec.structs.replace(step, piece=staged(step.piece), target=staged(step.target)).run()
             for target, value in self._constants:
                 staged(target).fill_(value)
             unknown = set(self.unfilled) if self.unrecorded else set()
@@ -397,8 +397,7 @@ def wanted(
     return requirements
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _Source(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint tensor with its dtype and shape in torch, which counts two F4 elements as one."""
 
     name: str
@@ -406,8 +405,7 @@ class _Source:
     shape: tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _BoxPlace:
+class _BoxPlace(msgspec.Struct, eq=False, kw_only=True):
     """A destination for a box of a checkpoint tensor. `tensor` is None until the scratch is allocated."""
 
     source: _Source
