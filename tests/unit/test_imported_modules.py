@@ -85,6 +85,18 @@ def test_local_verb_imports_no_slow_module(verb: str) -> None:
     assert not imported_by(f"ps.{verb}") & set(SLOW)
 
 
+HOSTS_A_HUB = {"penstock.hub.directory", "penstock.hub.server", "starlette", "uvicorn"}
+"""Modules that only the process that hosts the hub of its host needs."""
+
+
+@pytest.mark.parametrize("verb", ["publisher", "subscriber", "join", "cache.attach"])
+def test_fleet_verb_imports_no_hub_server(verb: str) -> None:
+    unneeded = {*HOSTS_A_HUB, "cryptography.hazmat.primitives.serialization"}
+    new = imported_by(f"ps.{verb}\nimport penstock.hub.local_hub")
+    assert "penstock.hub.local_hub" in new
+    assert not new & unneeded
+
+
 @pytest.mark.parametrize("verb", ["publisher", "subscriber", "join"])
 def test_fleet_verb_imports_no_distributed_tensors(verb: str) -> None:
     new = imported_by(f"ps.{verb}")

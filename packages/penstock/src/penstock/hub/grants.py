@@ -20,7 +20,6 @@ import msgspec
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from penstock.errors import MALFORMED, GrantRefused
 from penstock.hub.auth import RateLimit
@@ -78,7 +77,7 @@ class GrantSigner:
     @property
     def public_key(self) -> bytes:
         """Return the raw public key, for `Welcome.grant_key`."""
-        return self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        return self._private.public_key().public_bytes_raw()
 
     def sign(
         self,

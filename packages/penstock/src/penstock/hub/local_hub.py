@@ -19,15 +19,16 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import HubUnavailable
 from penstock.hub.address import HubEndpoint
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore, RunningTimeClock
-from penstock.lifecycle import Closeable, release_after_fork
+from penstock.lifecycle import Closeable, paused_gc, release_after_fork
 from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
+
+if TYPE_CHECKING:
+    from penstock.hub.server import HubThread
 
 BEAT_S = 0.5
 """Heartbeat interval in seconds. On one host a heartbeat takes negligible time, and a new hub knows all members after
@@ -267,11 +268,17 @@ class _HostedHub:
         # Use a temporary name until the hub is ready, because a client connects as soon as it sees the path.
         draft = directory / f"new-{number}.sock"
         path.unlink(missing_ok=True)
-        # The process also does other work and may be stopped for longer than `TTL_S`. With a wall clock all members
-        # would then expire.
-        store = MemoryStore(RunningTimeClock(most_s=2 * BEAT_S))
-        logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
-        hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
+        # Most members never host a hub, so import the server here. See `exports.lazily` for the garbage collection.
+        with paused_gc():
+            from penstock.hub.directory import Directory
+            from penstock.hub.server import HubThread, bind
+            from penstock.hub.store import MemoryStore, RunningTimeClock
+
+            # The process also does other work and may be stopped for longer than `TTL_S`. With a wall clock all
+            # members would then expire.
+            store = MemoryStore(RunningTimeClock(most_s=2 * BEAT_S))
+            logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
+            hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
         try:
             hub.start()
             draft.rename(path)

@@ -24,12 +24,10 @@ import msgspec
 from penstock.errors import BudgetTooSmall, ConfigError, DiskFull, IntegrityError, NotFound, SourceBusy, SourceStalled
 from penstock.lifecycle import Closeable
 from penstock.logs import log_named
+from penstock.memory import SOURCE
 from penstock.memory.tier import LinkStats, Room, Tier, TierBlock, TiersStats, TierStats, move
 
 _log = log_named("penstock.memory")
-
-SOURCE = "source"
-"""Tier name for a block that is in no tier and can be read again from its source."""
 
 Fill = Callable[[Room], None]
 """Copies all bytes of a block from its source into a room, with deadlines."""

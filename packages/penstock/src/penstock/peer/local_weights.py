@@ -24,9 +24,9 @@ from penstock.digest.leaf import LEAF_BYTES, headers_revision, leaf_digests, nam
 from penstock.errors import FormatError, IntegrityError, PlanError
 from penstock.hub.messages import HoldingMap, HoldingState, Identity, LogReply, State, layout_digest, prepare
 from penstock.loader.tensor import dtype_of
+from penstock.memory import SOURCE
 from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.memory.targets import require_stored
-from penstock.memory.tiers import SOURCE
 from penstock.peer.host_links import nearest_link
 from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
 from penstock.segments import Segments
