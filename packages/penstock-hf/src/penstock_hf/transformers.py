@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError, SourceChanged
+from penstock.errors import (
+    ConfigError,
+    FormatError,
+    HubUnavailable,
+    MissingExtra,
+    NotFound,
+    PenstockError,
+    SourceChanged,
+    SourceError,
+    SourceTruncated,
+    also,
+)
 from penstock.spi import (
     ProgressOption,
     Settings,
@@ -104,7 +115,9 @@ def from_pretrained(
         ConfigError: `trace`, or `verify=True` for a local directory, was passed for a model that is not filled in
             place. ConfigError is also raised if `weight_cache` was passed and the parameters cannot be cached.
         PeerLost: another rank of the group failed.
-        PenstockError: see `patched_libraries` and `penstock.load_into`. Errors from transformers are raised unchanged.
+        PenstockError: see `patched_libraries` and `penstock.load_into`. An error about a file is also an instance of
+            the class that transformers raises, such as OSError, `SafetensorError` or `json.JSONDecodeError`. Errors
+            from transformers are raised unchanged.
     """
     _check_version()
     # `org/name@revision` becomes a URI on the hub. transformers also accepts names without an organisation.
@@ -123,7 +136,8 @@ def from_pretrained(
     if group is not None:
         why = "the ranks of a group read it together"
     elif os.path.isdir(name) or (is_remote(name) and not name.startswith(_HUB)):
-        model, why = _filled(model_class, name, options, arguments, _load_all)
+        with _as_transformers_raises():
+            model, why = _filled(model_class, name, options, arguments, _load_all)
         if model is not None:
             return model
     else:
@@ -136,6 +150,23 @@ def from_pretrained(
             hint="omit this argument, and compare all digests first with `penstock.verify(uri)`",
         )
     return _by_transformers(model_class, name, group, options, arguments)
+
+
+@contextlib.contextmanager
+def _as_transformers_raises() -> Iterator[None]:
+    """Raise errors from the block as instances of the classes that transformers raises for the same files too."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (FormatError, SourceError) as error:
+        if not isinstance(error, FormatError | SourceTruncated):
+            raised: type[Exception] = OSError
+        elif (error.uri or "").endswith(".json"):
+            raised = json.JSONDecodeError
+        else:
+            raised = SafetensorError
+        raise also(error, raised) from error.__cause__
 
 
 def start_from_pretrained(
@@ -316,6 +347,7 @@ def _plain(
 
     If the model cannot be filled in place, return the reason instead.
     """
+    import torch
     from transformers import AutoConfig
 
     from penstock.spi import revision_of
@@ -326,9 +358,16 @@ def _plain(
     device = _one_device(options.get("device_map"))
     if device is None:
         return f"device_map is {options['device_map']!r}"
+    given = options.get("dtype")
+    if isinstance(given, str):
+        given = None if given == "auto" else getattr(torch, given, given)
+    if not isinstance(given, torch.dtype | None):
+        return f"dtype is {options['dtype']!r}"
     config = options.get("config")
     if config is None and not (files / "config.json").exists():
-        raise NotFound("there is no config.json", uri=uri)
+        hint = "copy config.json next to the weights, or pass config="
+        # transformers raises a ValueError in this case.
+        raise also(NotFound("there is no config.json", uri=uri, hint=hint), ValueError)
     # Copy the config, because building a model writes to it.
     config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
@@ -337,7 +376,7 @@ def _plain(
     # Read only the headers, to check whether the checkpoint matches the model before any weights are read.
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         manifest = weights.manifest
-    dtype = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
+    dtype = given or config.dtype or _first_floating(manifest.tensors)
     return _Plain(
         config=config,
         concrete=concrete,
@@ -529,13 +568,6 @@ def _one_device(device_map: Any) -> Any | None:
     if isinstance(device_map, torch.device):
         return device_map
     return device_map if isinstance(device_map, str) and device_map.partition(":")[0] in {"cpu", "cuda"} else None
-
-
-def _dtype(dtype: Any) -> Any | None:
-    """Return the torch dtype for an option's value, or None for the config's dtype."""
-    import torch
-
-    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:

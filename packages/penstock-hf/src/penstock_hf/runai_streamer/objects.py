@@ -9,13 +9,14 @@ import glob
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from penstock.errors import NotFound, PenstockError, also
+from penstock.errors import ConfigError, NotFound, PenstockError, also
 from penstock.spi import Settings, download_files, list_uris, path_inside, typed_errors_of_writing
 from penstock_hf.runai_streamer.settings import runai_settings
 
@@ -61,11 +62,17 @@ def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, s
 
 @contextlib.contextmanager
 def raising_value_errors() -> Iterator[None]:
-    """Raise Penstock errors as ValueErrors too, because programs for the Run:ai Model Streamer catch ValueError."""
+    """Raise Penstock errors as instances of the classes that programs for the Run:ai Model Streamer catch.
+
+    This is ValueError, and for an invalid argument also the original's class if the program has imported the original.
+    """
     try:
         yield
     except PenstockError as error:
-        raise also(error, ValueError) from error.__cause__
+        original = sys.modules.get("runai_model_streamer.file_streamer.file_streamer")
+        theirs = getattr(original, "RunaiStreamerInvalidInputException", None)
+        others = [theirs] if theirs is not None and isinstance(error, ConfigError) else []
+        raise also(error, ValueError, *others) from error.__cause__
 
 
 def list_safetensors(path: str, s3_credentials: S3Credentials | None = None) -> list[str]:

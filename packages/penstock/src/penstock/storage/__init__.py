@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PermissionDenied, SourceUnavailable
 from penstock.storage.files import FileSource
-from penstock.storage.local import read_bounded
+from penstock.storage.local import READABLE, read_bounded
 from penstock.storage.source import (
     MAX_SMALL_BYTES,
     Counting,
@@ -56,8 +56,6 @@ __all__ = [
     "timed",
     "write_small",
 ]
-
-_READABLE = "give this user the right to read it, and to enter every directory above it"
 
 
 def text_of(uri: object) -> str:
@@ -202,11 +200,11 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
                 os.lstat(path)
             uris = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
     except PermissionError as error:
-        raise PermissionDenied("the directory cannot be read", uri=uri, hint=_READABLE) from error
+        raise PermissionDenied("the directory cannot be read", uri=uri, hint=READABLE) from error
     except OSError as error:
         raise SourceUnavailable(f"the directory cannot be listed: {error.strerror}", uri=uri) from error
     if not uris:
-        raise NotFound("there is no such file, directory or match", uri=uri)
+        raise NotFound("there is no such file, directory or match", uri=uri, hint="check the path")
     return uris
 
 
@@ -237,7 +235,7 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
             raise NotFound("this is a symlink to a file that does not exist", uri=uri) from error
         return None
     except PermissionDenied as error:
-        raise PermissionDenied("the file cannot be read", uri=uri, hint=_READABLE) from error
+        raise PermissionDenied("the file cannot be read", uri=uri, hint=READABLE) from error
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:

@@ -179,7 +179,7 @@ def _open_regular(path: str) -> tuple[int, FileState]:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             kind = "directory" if stat.S_ISDIR(mode) else "pipe, socket or device"
-            raise SourceUnavailable(f"this is a {kind}, not a regular file", uri=path)
+            raise SourceUnavailable(f"this is a {kind}, not a regular file", uri=path, hint="pass the path of a file")
         return fd, _settled(fd, path)
     except BaseException:
         os.close(fd)
@@ -231,13 +231,16 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+READABLE = "give this user the right to read it, and to enter every directory above it"
+
+
 def typed_error(error: OSError, uri: str, byte_range: tuple[int, int] | None) -> SourceError:
     """Map an OSError of a local file to a SourceError."""
     # Paths that cannot exist count as absent.
     if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}:
-        return NotFound("there is no such file", uri=uri, byte_range=byte_range)
+        return NotFound("there is no such file", uri=uri, byte_range=byte_range, hint="check the path")
     if error.errno in {errno.EACCES, errno.EPERM}:
-        return PermissionDenied("the file mode forbids reading", uri=uri, byte_range=byte_range)
+        return PermissionDenied("the file mode forbids reading", uri=uri, byte_range=byte_range, hint=READABLE)
     return SourceUnavailable(f"{error.strerror or error}", uri=uri, byte_range=byte_range)
 
 

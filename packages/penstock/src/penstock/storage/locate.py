@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.config import Settings
-from penstock.errors import ConfigError, FormatError, NotFound, PenstockError, PermissionDenied
+from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied
 from penstock.logs import log_named
 from penstock.storage import (
     is_remote,
@@ -29,7 +29,7 @@ from penstock.storage import (
     text_of,
 )
 from penstock.storage.headers import GGUF_SUFFIX, is_pickled_name, pickle_refusal
-from penstock.storage.safetensors import parse_index
+from penstock.storage.safetensors import format_hint, parse_index
 from penstock.waits import Threads
 
 SIDECAR = "penstock.manifest"
@@ -181,18 +181,6 @@ def _explains_name(uri: Uris) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def format_hint(
-    hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
-) -> Iterator[None]:
-    """Add `hint` to a FormatError that the block raises, unless the error already has a hint."""
-    try:
-        yield
-    except FormatError as error:
-        error.hint = error.hint or hint
-        raise
-
-
 def require_local(uri: Uri) -> None:
     """Raise NotFound unless a local path exists and has weights. Open no file, and ignore remote URIs."""
     place = _text(uri)
@@ -250,7 +238,7 @@ def _nothing_at(path: str) -> NotFound:
     # `s3:/bucket` is a valid path, but probably a typo.
     scheme, _, rest = path.partition(":/")
     slashes = f"write two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
-    return NotFound("no such file or directory", uri=path, hint=slashes)
+    return NotFound("no such file or directory", uri=path, hint=slashes or "check the path")
 
 
 def _locate_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -98,6 +99,19 @@ _SIGNATURE_BYTES = 32
 _LEADING_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*(\{[^{}\\]{0,65536}\})\s*[,}]')
 
 
+@contextmanager
+def format_hint(
+    hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
+) -> Iterator[None]:
+    """Add `hint` to a FormatError that the block raises, unless the error already has a hint."""
+    try:
+        yield
+    except FormatError as error:
+        error.hint = error.hint or hint
+        raise
+
+
+@format_hint()
 def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first: bytearray | None = None) -> Header:
     """Read and check a file's header, in one read if it fits in `guess_bytes`, otherwise in two.
 

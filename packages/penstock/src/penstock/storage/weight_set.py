@@ -24,19 +24,9 @@ from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied
 from penstock.lifecycle import Closeable
 from penstock.storage import Digested, Source, is_remote, open_source, read_small, timed
 from penstock.storage.headers import read_header
-from penstock.storage.locate import (
-    Location,
-    Uri,
-    Uris,
-    display,
-    format_hint,
-    is_part,
-    resolve,
-    sidecar_uri,
-    signature_uri,
-)
+from penstock.storage.locate import Location, Uri, Uris, display, is_part, resolve, sidecar_uri, signature_uri
 from penstock.storage.manifest import Sidecar, check_signature, decode, encode, leaves_of, read_sidecar, sign, unpack
-from penstock.storage.safetensors import Header, clip
+from penstock.storage.safetensors import Header, clip, format_hint
 from penstock.storage.source import require_checked
 from penstock.types import MIB, U64, FileEntry, Manifest, TensorTable
 from penstock.waits import Threads
