@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("huggingface_hub")
 
-from benchmarks.bench_from_pretrained import _Peak  # noqa: E402
 from tests.support.hugging_face import serving  # noqa: E402 - after what it needs
+from tests.support.own_memory import OwnMemoryPeak  # noqa: E402
 from tests.support.servers.hugging_face import HuggingFaceServer  # noqa: E402
 
 from penstock.types import MIB  # noqa: E402
@@ -75,7 +75,7 @@ def test_loading_to_gpu_uses_limited_host_memory(hub: HuggingFaceServer, models:
     auto.from_pretrained(models["org/mixtral"], device_map="cuda")
     size = sum(os.path.getsize(path) for path in models["org/llama"].glob("*.safetensors"))
     # In another process the hub would not count. Here its files were in memory before.
-    with patched_libraries(memory_bytes=BOUND), _Peak() as peak:
+    with patched_libraries(memory_bytes=BOUND), OwnMemoryPeak() as peak:
         auto.from_pretrained("org/llama", device_map="cuda")
     # This allows four tensors in flight, of 66 MB at most, and the interpreter's own objects.
-    assert peak.megabytes * 1e6 < BOUND + 4 * 66e6 + 100e6 < size
+    assert peak.nbytes < BOUND + 4 * 66e6 + 100e6 < size
