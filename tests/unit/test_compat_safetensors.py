@@ -19,7 +19,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open as ours
 from penstock.testing.http_server import RangeServer
-from penstock_hf.safetensors import install, installed, uninstall
+from penstock_hf.safetensors import install, installed, is_gpu, uninstall
 
 
 class Kept:
@@ -237,3 +237,33 @@ def test_installed_replacement_raises_original_error_classes(framework: str, tmp
             if isinstance(error, PenstockError):
                 assert type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 - made here
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda", True),
+        ("cuda:1", True),
+        (0, True),
+        (torch.device("cuda", 1), True),
+        ("cuda:2", False),
+        (2, False),
+        ("cpu", False),
+        (None, False),
+        (True, False),
+        ("nonsense", False),
+        (1.5, False),
+    ],
+)
+def test_only_existing_cuda_device_is_gpu(device: Any, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert is_gpu(device) is expected
+
+
+def test_host_without_gpu_keeps_original_reader(path: Path) -> None:
+    assert not is_gpu("cuda")
+    with installed(), pytest.raises((RuntimeError, AssertionError)) as ours:
+        safetensors.safe_open(path, "pt", "cuda").get_tensor("layer.0.weight")
+    with pytest.raises(type(ours.value)):
+        safetensors.safe_open(path, "pt", "cuda").get_tensor("layer.0.weight")

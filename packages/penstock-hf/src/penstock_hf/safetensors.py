@@ -7,6 +7,7 @@ file:
 - A URI that Penstock reads (`s3://`, `gs://`, `az://`, `hf://`, `http(s)://`, `file://`) gets Penstock's reader.
 - A file on a network file system that is not entirely in the page cache gets Penstock's reader, for torch or numpy.
   Penstock's reader reads ahead with large reads, and its tensors own their memory.
+- A large file that is opened for a GPU gets Penstock's reader, which reads ahead straight to the device.
 - Any other file gets the original reader, which maps local files without a copy.
 
 Only `safe_open` is replaced. All other functions of safetensors are unchanged.
@@ -24,7 +25,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import ConfigError, MissingExtra, PenstockError
-from penstock.spi import NetworkFile, Settings, extras_named, is_remote, log_named, network_file_system
+from penstock.spi import (
+    NetworkFile,
+    Settings,
+    extras_named,
+    is_remote,
+    log_named,
+    network_file_system,
+)
 from penstock_hf.rebinding import rebind
 
 __all__ = ["install", "installed", "uninstall"]
@@ -48,8 +56,9 @@ class _Replacement(type):
             if file is not None:
                 return file
         framework = arguments[1] if len(arguments) > 1 else options.get("framework")
+        device = arguments[2] if len(arguments) > 2 else options.get("device")
         # A program may still reference this class after `uninstall`, for example in a default argument.
-        reason = _reason_for_penstock(filename, framework) if _count else ""
+        reason = _reason_for_penstock(filename, framework, device) if _count else ""
         if not reason:
             _log.debug("%s: read by safetensors", filename)
             return _original(*arguments, **options)
@@ -164,7 +173,7 @@ def _make(original: Any) -> Any:
     return _Replacement("safe_open", (), body)
 
 
-def _reason_for_penstock(filename: object, framework: object) -> str:
+def _reason_for_penstock(filename: object, framework: object, device: object) -> str:
     """Return the reason why Penstock reads a file, or an empty string if the original reader reads it."""
     if not isinstance(filename, str | os.PathLike):
         return ""
@@ -181,10 +190,37 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         return ""
     try:
         kind = network_file_system(text)
-        return f"a file on {kind}" if kind and not _is_cached(text) else ""
-    except (PenstockError, ValueError):
+        if kind and not _is_cached(text):
+            return f"a file on {kind}"
+        return "a large file for a GPU" if is_gpu(device) and is_large(text) else ""
+    except (PenstockError, OSError, ValueError):
         # If the name is invalid or the file cannot be opened, let the original reader raise its error.
         return ""
+
+
+def is_gpu(device: object) -> bool:
+    """Return whether an argument of `safe_open` means a CUDA device of this host. Do not import torch for it."""
+    torch = sys.modules.get("torch")
+    if device is None or torch is None or isinstance(device, bool):
+        return False
+    try:
+        # safetensors takes a number as the index of a CUDA device.
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        # The original reader raises its error.
+        return False
+    if place.type != "cuda" or not torch.cuda.is_available():
+        return False
+    exists: bool = (place.index or 0) < torch.cuda.device_count()
+    return exists
+
+
+def is_large(path: str) -> bool:
+    """Return whether Penstock reads a file to a GPU faster than safetensors does. Raise OSError like `stat`."""
+    # Import the size only here, because it imports torch, which `install` must not import.
+    from penstock.spi import ENGINE_CUDA_BYTES
+
+    return os.path.getsize(path) >= ENGINE_CUDA_BYTES
 
 
 def _is_cached(path: str) -> bool:

@@ -168,6 +168,7 @@ SPI = {
     "ProgressOption": "penstock.loader.progress",
     "ReadOptions": "penstock.loader.session",
     "SafeSlice": "penstock.loader.safe_open",
+    "ENGINE_CUDA_BYTES": "penstock.loader.safe_open",
     "SharedFile": "penstock.loader.shared_files",
     "SharedFiles": "penstock.loader.shared_files",
     "SharedReadReport": "penstock.loader.shared_read",

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -238,6 +239,15 @@ class _PatchedBlock:
             self._opened.add(file)
         return file
 
+    def open_local(self, path: str, *arguments: Any, **options: Any) -> Any:
+        """Open a file on disk, with the arguments of `safe_open` after the file name. See `LocalFile`."""
+        from penstock_hf.patched_libraries.reading import LocalFile
+
+        file = LocalFile(path, *arguments, memory_bytes=self._memory_bytes, **options)
+        with self._changing:
+            self._opened.add(file)
+        return file
+
     def abandon(self) -> None:
         """Close the files that a failed load left open, because the error's traceback may otherwise keep them open."""
         with self._changing:
@@ -309,9 +319,37 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
             return block.open(pointer, *arguments, **options)
     if shared and os.path.isfile(path):
         return block.open_shared(os.fsdecode(path), None, *arguments, **options)
-    if os.path.isfile(path):
-        block.report.files.append(FileRead(os.fsdecode(path), "local", os.path.getsize(path), False))
+    if not os.path.isfile(path):
+        return None
+    local = os.fsdecode(path)
+    block.report.files.append(FileRead(local, "local", os.path.getsize(path), False))
+    if compat.is_gpu("cuda") and _opens_for_transformers(*arguments, **options) and compat.is_large(local):
+        return block.open_local(local, *arguments, **options)
     return None
+
+
+def _opens_for_transformers(framework: Any = "pt", device: Any = "cpu", *_: Any, **__: Any) -> bool:
+    """Return whether transformers opens a file on the CPU whose tensors it may then move to a GPU."""
+    return framework in _TORCH and device in ("cpu", None) and _patch_transformers()
+
+
+def _patch_transformers() -> bool:
+    """Let transformers move tensors of a `LocalFile` through Penstock. Return False if this release cannot.
+
+    transformers reads a slice on the CPU and then copies it to the device, from pages that no device can read directly.
+    The last context restores the function.
+    """
+    module: Any = sys.modules.get("transformers.core_model_loading")
+    original = getattr(module, "_materialize_copy", None)
+    if original is None or list(inspect.signature(original).parameters) != ["tensor", "device", "dtype"]:
+        return False
+    from penstock_hf.patched_libraries.reading import materialize
+
+    with _lock:
+        if _blocks and original.__module__ == module.__name__:
+            module._materialize_copy = functools.partial(materialize, original)
+            _undo.callback(setattr, module, "_materialize_copy", original)
+    return True
 
 
 def _framework(framework: Any = "pt", *_: Any, **__: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,74 @@ class _AnnouncingSlice(SafeSlice):
     def __getitem__(self, index: Any) -> Any:
         self._owner.announce()
         return super().__getitem__(index)
+
+
+class LocalFile(StreamedFile):
+    """A file on disk, whose tensors a library requests on the CPU and then moves to a GPU.
+
+    `tensor_on` reads a tensor straight to the GPU, and reads the following tensors ahead. Other requests return views
+    of the mapped file.
+    """
+
+    def __init__(self, path: str, *arguments: Any, memory_bytes: int | None = None, **options: Any) -> None:
+        super().__init__(path, *arguments, memory_bytes=memory_bytes, **options)
+        self._path = path
+        self._memory_bytes = memory_bytes
+        self._on_gpu: dict[torch.device, safe_open] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        self._close_on_gpu()
+        super().__exit__(*error)
+
+    def abandon(self) -> None:
+        """See `StreamedFile.abandon`."""
+        self._close_on_gpu()
+        super().abandon()
+
+    def get_slice(self, name: str) -> SafeSlice:
+        """See `StreamedFile.get_slice`."""
+        return LocalSlice(super().get_slice(name), self, name)
+
+    def tensor_on(self, device: torch.device, name: str) -> torch.Tensor:
+        """Return a tensor on a CUDA device. The caller owns the tensor. Raise the errors of `safe_open.get_tensor`."""
+        with self._lock:
+            file = self._on_gpu.get(device)
+            if file is None:
+                file = safe_open(self._path, "pt", device, memory_bytes=self._memory_bytes)
+                # With tensor parallelism, each rank needs only parts of most tensors.
+                if self._asked and not _is_one_of_many():
+                    file.expect(sorted(self._asked, key=in_natural_order))
+                self._on_gpu[device] = file
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def _close_on_gpu(self) -> None:
+        with self._lock:
+            files, self._on_gpu = list(self._on_gpu.values()), {}
+        for file in files:
+            file.__exit__(None, None, None)
+
+
+class LocalSlice(SafeSlice):
+    """A slice object of a `LocalFile`."""
+
+    def __init__(self, inner: SafeSlice, owner: LocalFile, name: str) -> None:
+        self.__dict__.update(inner.__dict__)
+        self._owner = owner
+        self._name = name
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the whole tensor on a CUDA device. See `LocalFile.tensor_on`."""
+        return self._owner.tensor_on(device, self._name)
+
+
+def materialize(original: Callable[..., Any], tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+    """Return a tensor of transformers on its device. Read a slice of a `LocalFile` straight to the GPU."""
+    place = gpu_of(device) if isinstance(tensor, LocalSlice) else None
+    if place is None:
+        return original(tensor, device, dtype)
+    whole = tensor.on(place)
+    return whole if dtype is None else whole.to(dtype)
 
 
 class VerifiedFile:
@@ -167,6 +235,16 @@ class _VerifiedSlice:
 
     def __getitem__(self, index: Any) -> Any:
         return self._owner.get_part(self._name, index)
+
+
+def gpu_of(device: Any) -> torch.device | None:
+    """Return the CUDA device, with its index, that an argument of a library means. Return None for other devices."""
+    if device is None or isinstance(device, bool):
+        return None
+    place = _torch_device(device)
+    if place.type != "cuda":
+        return None
+    return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
 
 
 def _torch_device(device: Any) -> torch.device:

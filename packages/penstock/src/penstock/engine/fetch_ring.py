@@ -80,7 +80,7 @@ class RingFetch:
     def __init__(
         self, ring: Uring, num_reads: int, threads: Executor, ticket: RunState, *, trace: Trace, stall_s: float
     ) -> None:
-        self.place = HostedExecutor("place", ticket, trace=trace, stall_s=stall_s, wake=self._wake)
+        self.place = HostedExecutor("place", ticket, trace=trace, stall_s=stall_s, wake=self.wake)
         self._ring = ring
         self._depth = num_reads + (READS_AHEAD if ring.limits_workers else 0)
         self._threads = threads
@@ -121,7 +121,8 @@ class RingFetch:
         if not self._is_lost:
             self._ring.close()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the ring's thread try again to start an item that had to wait."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
             return
         with self._state:
@@ -166,8 +167,9 @@ class RingFetch:
                 self._next = item
                 # If reads are in flight, `_complete` waits for their ends, so do not wait here.
                 if not self._reads:
+                    is_copying = self.place.is_busy() or self._threads.is_busy()
                     with self._state:
-                        self._state.wait(POLL_S)
+                        self._state.wait(POLL_S if is_copying else _WAIT_S)
                 return
 
     def _begin(self, item: RingItem) -> bool:

@@ -132,6 +132,8 @@ class LoadRun(Run):
         self._order = range(len(self._missing)) if order is None else order
         self._awaited = self._order[0 if window_bytes else -1] if self._order else 0
         self._consumed_bytes = 0
+        # The number of reads that wait in `admit`, guarded by `ticket.changed`.
+        self._num_held = 0
         self._is_closed = False
 
     def start(self) -> RunState:
@@ -169,6 +171,14 @@ class LoadRun(Run):
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
             yield index
             self._consumed_bytes += self._slab_nbytes[index]
+            self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        """Wake the reads that wait until a slab was consumed."""
+        if self._window_bytes and isinstance(self.fetch, RingFetch):
+            self.fetch.wake()
+        if self._num_held:
+            self.ticket.wake()
 
     def is_under_way(self) -> bool:
         """Return whether the load is under way, see `UNDER_WAY_BYTES`. The change wakes the ticket's waiters."""
@@ -216,7 +226,9 @@ class LoadRun(Run):
             ):
                 if not wait:
                     return False
+                self._num_held += 1
                 self.ticket.changed.wait(1.0)
+                self._num_held -= 1
         return True
 
     def note_path(self, file: int, path: str, nbytes: int) -> None:

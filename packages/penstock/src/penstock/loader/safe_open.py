@@ -29,6 +29,7 @@ from penstock.loader.read_ahead import ReadAhead
 from penstock.loader.run import LoadRun, Readers
 from penstock.loader.session import Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
+from penstock.loader.tensors_ahead import TensorsAhead
 from penstock.plan.schedule import LoadPlan, plan_load
 from penstock.storage import Source, is_remote, local_path, open_source, text_of, timed
 from penstock.storage.files import FileSource
@@ -285,6 +286,10 @@ class _OpenFile:
         self._turn = threading.Lock()
         # The rows are in file order.
         self.table: TensorTable = header.tensors
+        self._ahead: TensorsAhead | None = None
+        if mapping is None and isinstance(source, FileSource) and device.type in {"cpu", "cuda"}:
+            limit, enough = self._ahead_bytes, self._enough_bytes
+            self._ahead = TensorsAhead(self.table, limit_bytes=limit, enough_bytes=enough)
         self._rows = {name: row for row, name in enumerate(self.table.names)}
 
     @classmethod
@@ -320,7 +325,20 @@ class _OpenFile:
             with interrupts.defer_in_finalizer():
                 self.close()
 
+    @property
+    def _enough_bytes(self) -> int:
+        """Return the size from which the engine reads a local file faster than the calling thread."""
+        return ENGINE_CUDA_BYTES if self.device.type == "cuda" else ENGINE_BYTES
+
+    @property
+    def _ahead_bytes(self) -> int:
+        """Return the limit of tensors that are read ahead. On the CPU, skipped tensors take the other half."""
+        memory_bytes = self._settings.memory_bytes
+        return memory_bytes if self.device.type == "cuda" else memory_bytes // 2
+
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
         self._intake.close(wait=True)
         self.source.close()
         if self._mapping is not None:
@@ -373,6 +391,9 @@ class _OpenFile:
         return part[(*rest, ...)]
 
     def expect(self, rows: Sequence[int]) -> None:
+        if self._ahead is not None:
+            with self._turn:
+                self._ahead.expect(rows)
         if isinstance(self.source, ReadAhead):
             starts, stops = self.table.offset[rows], self.table.offset[rows] + self.table.nbytes[rows]
             self.source.expect(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -398,6 +419,10 @@ class _OpenFile:
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
+        if self._ahead is not None:
+            with self._turn, interrupts.deferred():
+                if (found := self._ahead.take(row, self._plan, self._start_ahead)) is not None:
+                    return found
         # A single read needs no plan. The read-ahead splits large reads.
         if nbytes <= self._intake.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
             return self._read_run(offset, nbytes)
@@ -437,42 +462,64 @@ class _OpenFile:
     def _read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         """Read every range in `plan`. Return a filled `[nbytes]` uint8 tensor on `device` for each slab."""
         # Even two reads from a remote source use the engine, because their round trips overlap there.
-        enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
-        if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
+        if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < self._enough_bytes):
             return _read_here(plan, self.source, device)
         first, last = int(plan.read_offset[0]), int(plan.read_offset[-1] + plan.read_nbytes[-1])
         if isinstance(self.source, ReadAhead) and self.source.is_ahead(first, last):
             return _read_here(plan, self.source, device)
         with self._turn, interrupts.deferred():
-            return self._read_on_engine(plan, device)
+            # Reading ahead uses the whole staging pool, too.
+            if self._ahead is None or not self._ahead.is_reading:
+                return self._read_on_engine(plan, device)
+        return _read_here(plan, self.source, device)
 
     def _read_on_engine(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
+        with self._open_run(plan, device) as run:
+            place: Any = run.place
+            run.start().wait(stall_s=self._settings.stall_s)
+        slabs = map(place.take, range(len(plan.slab_nbytes)))
+        return [as_bytes(slab) if device.type == "cuda" else as_bytes(slab.data).to(device) for slab in slabs]
+
+    def _start_ahead(self, plan: LoadPlan, order: Sequence[int]) -> LoadRun:
+        run = self._open_run(plan, self.device, window_bytes=self._ahead_bytes, order=order)
+        try:
+            run.start()
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _open_run(
+        self, plan: LoadPlan, device: torch.device, *, window_bytes: int = 0, order: Sequence[int] | None = None
+    ) -> LoadRun:
+        """Open a run of a plan into new memory of a device. See `LoadRun` for the arguments."""
         is_cuda = device.type == "cuda"
         if is_cuda:
             # Resolve the current device here, because the engine's threads may have a different current device.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
+        place: Any = place_on(device if is_cuda else torch.device("cpu"), plan.slab_nbytes.tolist())
         # For other devices the bytes pass through host memory.
         staged = is_cuda or not bool(plan.covered().all())
-        pool = (self._intake.pool or self._intake.open_pool(registrar_of(self.device))) if staged else None
+        if staged and (self._intake.pool is None or self._intake.pool.is_cancelled):
+            self._intake.close(wait=True)
+            self._intake.open_pool(registrar_of(self.device))
         # Bypass the read-ahead, because the engine reads concurrently and requests each byte once.
         source = self.source.source if isinstance(self.source, ReadAhead) else self.source
         readers = Readers(
-            pool=pool,
+            pool=self._intake.pool if staged else None,
             num_threads=min(self._intake.num_reads, plan.num_reads),
             ring=self._intake.open_ring() if staged else None,
         )
-        sources, trace = [source] * (int(plan.read_file.max()) + 1), Trace(enabled=False)
-        try:
-            with LoadRun(plan, sources, place, readers, stall_s=stall_s, trace=trace) as run:
-                run.start().wait(stall_s=stall_s)
-        except BaseException:
-            # A stopped run cancels its pool, so the next run opens a new pool.
-            self._intake.close(wait=True)
-            raise
-        slabs = map(place.take, range(len(nbytes)))
-        return list(slabs) if is_cuda else [as_bytes(slab.data).to(device) for slab in slabs]
+        return LoadRun(
+            plan,
+            [source] * (int(plan.read_file.max()) + 1),
+            place,
+            readers,
+            stall_s=self._settings.stall_s,
+            trace=Trace(enabled=False),
+            window_bytes=window_bytes,
+            order=order,
+        )
 
 
 def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:

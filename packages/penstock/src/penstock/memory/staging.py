@@ -74,7 +74,7 @@ class StagingPool:
         self._in_use = 0
         self._num_waiting = 0
         self._num_released = 0
-        self._cancelled = False
+        self.is_cancelled = False
         self._warmers: list[threading.Thread] = []
         self._num_warming = 0
         self.peak_bytes = 0
@@ -123,7 +123,7 @@ class StagingPool:
             for _ in range(share):
                 with self._state:
                     cold = next((buffer for buffer in self._free if not buffer.is_ready), None)
-                    if cold is None or self._cancelled:
+                    if cold is None or self.is_cancelled:
                         return
                     self._free.remove(cold)
                     self._in_use += 1
@@ -156,16 +156,16 @@ class StagingPool:
 
     def _wait_for_free(self, stall_s: float) -> None:
         deadline, num_released = time.monotonic() + stall_s, self._num_released
-        while not self._free and not self._cancelled:
+        while not self._free and not self.is_cancelled:
             self._state.wait(max(0.0, deadline - time.monotonic()))
             # Compare a count of releases, because another thread may have taken a released buffer.
             if self._num_released != num_released:
                 deadline, num_released = time.monotonic() + stall_s, self._num_released
-            elif time.monotonic() >= deadline and not self._cancelled:
+            elif time.monotonic() >= deadline and not self.is_cancelled:
                 raise SourceStalled(
                     f"no staging buffer was released in {stall_s} s", hint="increase memory_bytes or stall_s"
                 )
-        if self._cancelled:
+        if self.is_cancelled:
             raise Cancelled("the staging pool was cancelled")
 
     def _take(self) -> StagingBuffer:
@@ -188,7 +188,7 @@ class StagingPool:
         """Return a free buffer that no thread waits for, or None. During `warm`, return only prepared buffers."""
         with self._lock:
             # Leave a free buffer for each waiting thread, because this caller holds the GIL and could starve them.
-            if len(self._free) <= self._num_waiting or self._cancelled:
+            if len(self._free) <= self._num_waiting or self.is_cancelled:
                 return None
             if self._num_warming and not self._free[-1].is_ready:
                 return None
@@ -214,7 +214,7 @@ class StagingPool:
     def cancel(self) -> None:
         """Make all current and future waits raise `Cancelled`."""
         with self._state:
-            self._cancelled = True
+            self.is_cancelled = True
             self._state.notify_all()
 
     def close(self) -> None:

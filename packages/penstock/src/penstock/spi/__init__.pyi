@@ -19,6 +19,7 @@ from penstock.lifecycle import Closeable as Closeable
 from penstock.lifecycle import release_after_fork as release_after_fork
 from penstock.loader.load import open_stream as open_stream
 from penstock.loader.progress import ProgressOption as ProgressOption
+from penstock.loader.safe_open import ENGINE_CUDA_BYTES as ENGINE_CUDA_BYTES
 from penstock.loader.safe_open import SafeSlice as SafeSlice
 from penstock.loader.session import LoadSession as LoadSession
 from penstock.loader.session import MIN_CHUNK_BYTES as MIN_CHUNK_BYTES
@@ -147,6 +148,7 @@ __all__: list[str] = [
     "ProgressOption",
     "ReadOptions",
     "SafeSlice",
+    "ENGINE_CUDA_BYTES",
     "SharedFile",
     "SharedFiles",
     "SharedReadReport",
