@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, MissingExtra, NotFound, PenstockError, 
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read_ahead import ReadAhead
 from penstock.loader.run import LoadRun, Readers
-from penstock.loader.session import Intake
+from penstock.loader.session import WARM_ABOVE_BYTES, WARM_THREADS, Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.loader.tensors_ahead import TensorsAhead
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -502,7 +502,9 @@ class _OpenFile:
         staged = is_cuda or not bool(plan.covered().all())
         if staged and (self._intake.pool is None or self._intake.pool.is_cancelled):
             self._intake.close(wait=True)
-            self._intake.open_pool(registrar_of(self.device))
+            pool = self._intake.open_pool(registrar_of(self.device))
+            if is_cuda and plan.nbytes > WARM_ABOVE_BYTES:
+                pool.warm(WARM_THREADS)
         # Bypass the read-ahead, because the engine reads concurrently and requests each byte once.
         source = self.source.source if isinstance(self.source, ReadAhead) else self.source
         readers = Readers(
