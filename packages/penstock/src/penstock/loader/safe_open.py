@@ -2,7 +2,8 @@
 
 Local files on the CPU are mapped privately, one mapping for each tensor. Remote files are read through `read_ahead`.
 Other bytes are read into new memory by the engine if they are large, and by the calling thread if they are small,
-because the engine takes 0.3 ms to start its threads and 17 ms to pin 64 MiB for a GPU.
+because the engine takes 0.3 ms to start its threads and 17 ms to pin 64 MiB for a GPU. If a program requests such
+tensors one after another, the engine reads the next ones ahead (`tensors_ahead`).
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class safe_open:
             return file.tensors()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Announce the tensors that will be requested, in order, so that a remote file is read ahead of the requests.
+        """Announce the tensors that will be requested, in order, so that they are read ahead of the requests.
 
         Without this call, read-ahead follows requests in file order. Tensors that are skipped, requested in parts or in
         a different order are read too. The first request starts the reads. Thread-safe.

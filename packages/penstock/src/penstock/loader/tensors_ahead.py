@@ -64,7 +64,7 @@ class TensorsAhead:
     def expect(self, rows: Sequence[int]) -> None:
         """Announce the rows that will be requested, in order. Replace the previous announcement."""
         self.close()
-        self._expected = [row for row in rows if self._table.nbytes[row]]
+        self._expected = [row for row in dict.fromkeys(rows) if self._table.nbytes[row]]
 
     # The functions are arguments of `take`, because an open file that owns this object and its own methods would be a
     # reference cycle, and would stay open until a garbage collection.
