@@ -1,6 +1,7 @@
 """`safe_open` has the keys, tensors, slices and errors of safetensors, and reads only the needed bytes."""
 
 import json
+import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -389,6 +390,16 @@ class TestLargeFiles:
                 found = mine.get_slice("t")[index]
                 assert_same(found.contiguous(), true.get_tensor("t")[index].contiguous())
         assert load_file(big, backend="pread").keys() == {"t", "u"}
+
+    def test_forked_child_reads_large_slice(self, big: Path) -> None:
+        with safe_open(big, backend="pread") as mine:
+            part = mine.get_slice("t")
+            true = part[:, 3:500]
+            child = os.fork()
+            if not child:
+                os._exit(0 if np.array_equal(part[:, 3:500].numpy(), true.numpy()) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert torch.equal(part[:, 3:500], true)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
 
     def test_strided_slice_of_remote_file_reads_few_bytes(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,8 +209,9 @@ def is_gpu(device: object) -> bool:
     except (RuntimeError, TypeError):
         # The original reader raises its error.
         return False
-    if place.type != "cuda" or not torch.cuda.is_available():
+    if place.type != "cuda":
         return False
+    # `is_available` would initialise the driver, and then a forked child could not use the GPU.
     exists: bool = (place.index or 0) < torch.cuda.device_count()
     return exists
 

@@ -323,7 +323,7 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
         return None
     local = os.fsdecode(path)
     block.report.files.append(FileRead(local, "local", os.path.getsize(path), False))
-    if compat.is_gpu("cuda") and _opens_for_transformers(*arguments, **options) and compat.is_large(local):
+    if _opens_for_transformers(*arguments, **options) and compat.is_large(local) and compat.is_gpu("cuda"):
         return block.open_local(local, *arguments, **options)
     return None
 
@@ -343,13 +343,29 @@ def _patch_transformers() -> bool:
     original = getattr(module, "_materialize_copy", None)
     if original is None or list(inspect.signature(original).parameters) != ["tensor", "device", "dtype"]:
         return False
-    from penstock_hf.patched_libraries.reading import materialize
-
     with _lock:
-        if _blocks and original.__module__ == module.__name__:
-            module._materialize_copy = functools.partial(materialize, original)
-            _undo.callback(setattr, module, "_materialize_copy", original)
+        if _blocks and not isinstance(original, _Materialize):
+            module._materialize_copy = _Materialize(original)
+            _undo.callback(_restore, module)
     return True
+
+
+class _Materialize:
+    """The replacement of a function of transformers. See `reading.materialize`."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+        from penstock_hf.patched_libraries.reading import materialize
+
+        return materialize(self.original, tensor, device, dtype)
+
+
+def _restore(module: Any) -> None:
+    # The program may have replaced the function meanwhile.
+    if isinstance(module._materialize_copy, _Materialize):
+        module._materialize_copy = module._materialize_copy.original
 
 
 def _framework(framework: Any = "pt", *_: Any, **__: Any) -> Any:

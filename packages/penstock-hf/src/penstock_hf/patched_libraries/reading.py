@@ -79,6 +79,7 @@ class LocalFile(StreamedFile):
         self._path = path
         self._memory_bytes = memory_bytes
         self._on_gpu: dict[torch.device, safe_open] = {}
+        self._is_ended = False
 
     def __exit__(self, *error: Any) -> None:
         self._close_on_gpu()
@@ -93,9 +94,14 @@ class LocalFile(StreamedFile):
         """See `StreamedFile.get_slice`."""
         return LocalSlice(super().get_slice(name), self, name)
 
-    def tensor_on(self, device: torch.device, name: str) -> torch.Tensor:
-        """Return a tensor on a CUDA device. The caller owns the tensor. Raise the errors of `safe_open.get_tensor`."""
+    def tensor_on(self, device: torch.device, name: str) -> torch.Tensor | None:
+        """Return a tensor on a CUDA device, or None after the file's `with` block. The caller owns the tensor.
+
+        Raise the errors of `safe_open.get_tensor`.
+        """
         with self._lock:
+            if self._is_ended:
+                return None
             file = self._on_gpu.get(device)
             if file is None:
                 file = safe_open(self._path, "pt", device, memory_bytes=self._memory_bytes)
@@ -108,6 +114,7 @@ class LocalFile(StreamedFile):
 
     def _close_on_gpu(self) -> None:
         with self._lock:
+            self._is_ended = True
             files, self._on_gpu = list(self._on_gpu.values()), {}
         for file in files:
             file.__exit__(None, None, None)
@@ -121,17 +128,17 @@ class LocalSlice(SafeSlice):
         self._owner = owner
         self._name = name
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the whole tensor on a CUDA device. See `LocalFile.tensor_on`."""
+    def on(self, device: torch.device) -> torch.Tensor | None:
+        """Return the whole tensor on a CUDA device, or None. See `LocalFile.tensor_on`."""
         return self._owner.tensor_on(device, self._name)
 
 
 def materialize(original: Callable[..., Any], tensor: Any, device: Any = None, dtype: Any = None) -> Any:
     """Return a tensor of transformers on its device. Read a slice of a `LocalFile` straight to the GPU."""
     place = gpu_of(device) if isinstance(tensor, LocalSlice) else None
-    if place is None:
+    whole = None if place is None else tensor.on(place)
+    if whole is None:
         return original(tensor, device, dtype)
-    whole = tensor.on(place)
     return whole if dtype is None else whole.to(dtype)
 
 

@@ -38,8 +38,11 @@ class Queued(NamedTuple):
 class RingItem(WorkItem, Protocol):
     """A work item for a ring, which calls `queue`, `arrived`, and then `finish` or `abandon`."""
 
-    def queue(self) -> Queued | Literal["later"] | None:
-        """Acquire a buffer and return the read. Return "later" if no buffer is free, or None to use a thread."""
+    def queue(self) -> Queued | Literal["no buffer", "held"] | None:
+        """Acquire a buffer and return the read, or return None to use a thread.
+
+        Return "no buffer" if no buffer is free, or "held" if the item must wait until `RingFetch.wake` is called.
+        """
 
     def arrived(self) -> PendingItem | None:
         """Copy the bytes of the completed read to their destination, or start a copy on a device."""
@@ -160,32 +163,32 @@ class RingFetch:
             if self._ticket.stopped:
                 item.abandon()
                 return
-            has_begun = guarded(self._ticket, partial(self._begin, item))
-            if isinstance(has_begun, RunFailed):
+            why_later = guarded(self._ticket, partial(self._begin, item))
+            if isinstance(why_later, RunFailed):
                 item.abandon()
-            elif not has_begun:
+            elif why_later:
                 self._next = item
                 # If reads are in flight, `_complete` waits for their ends, so do not wait here.
                 if not self._reads:
-                    is_copying = self.place.is_busy() or self._threads.is_busy()
+                    is_idle = why_later == "held" and not self.place.is_busy() and not self.place.has_items()
                     with self._state:
-                        self._state.wait(POLL_S if is_copying else _WAIT_S)
+                        self._state.wait(_WAIT_S if is_idle else POLL_S)
                 return
 
-    def _begin(self, item: RingItem) -> bool:
-        """Start an item on the ring, or post it to the threads. Return False if the item must wait for a buffer."""
+    def _begin(self, item: RingItem) -> str:
+        """Start an item on the ring, or post it to the threads. Return why the item must wait, or an empty string."""
         read = item.queue()
-        if read == "later":
-            return False
+        if read == "no buffer" or read == "held":
+            return read
         if read is None:
             self._threads.post(item)
-            return True
+            return ""
         token = next(self._tokens)
         in_flight = _RingRead(item, read, time.perf_counter())
         self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
         # Store the read last, because a read that could not be queued never completes.
         self._reads[token] = in_flight
-        return True
+        return ""
 
     def _complete(self, timeout_s: float) -> None:
         try:

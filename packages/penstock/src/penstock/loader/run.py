@@ -130,6 +130,7 @@ class LoadRun(Run):
         # The slab that a consumer waits for. Before a consumer waits, this is the last slab, or the first slab if
         # reads have a window.
         self._order = range(len(self._missing)) if order is None else order
+        self._rank = self._order if order is None else np.argsort(np.asarray(order, np.int64)).tolist()
         self._awaited = self._order[0 if window_bytes else -1] if self._order else 0
         self._consumed_bytes = 0
         # The number of reads that wait in `admit`, guarded by `ticket.changed`.
@@ -216,12 +217,13 @@ class LoadRun(Run):
         """Return whether the window admits a read. If `wait` is set, first wait for the window or the ticket's end."""
         if not self._window_bytes:
             return True
-        start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
+        start, rank = self._read_start[read], self._rank
+        first = min(rank[slab] for slab in self._segments[1][self._seg_first[read] : self._seg_first[read + 1]])
         with self.ticket.changed:
             # A slab that is larger than the window is read when the consumer waits for the slab.
             while (
                 start - self._consumed_bytes > self._window_bytes
-                and first_slab > self._awaited
+                and first > rank[self._awaited]
                 and not self.ticket.stopped
             ):
                 if not wait:
@@ -348,7 +350,7 @@ class _Read:
     def name(self) -> str:
         return f"read {self.priority}"
 
-    def queue(self) -> Queued | Literal["later"] | None:
+    def queue(self) -> Queued | Literal["no buffer", "held"] | None:
         run, offset, pool = self._run, self._offset, self._run.pool
         source = run.sources[self._file]
         if pool is None or not isinstance(source, FileSource):
@@ -357,10 +359,10 @@ class _Read:
         if fd is None:
             return None
         if not run.admit(self.priority, wait=False):
-            return "later"
+            return "held"
         self._buffer = pool.try_acquire()
         if self._buffer is None:
-            return "later"
+            return "no buffer"
         return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri, memory=self._buffer)
 
     def arrived(self) -> PendingItem | None:

@@ -2,8 +2,8 @@
 
 Local files on the CPU are mapped privately, one mapping for each tensor. Remote files are read through `read_ahead`.
 Other bytes are read into new memory by the engine if they are large, and by the calling thread if they are small,
-because the engine takes 0.3 ms to start its threads and 17 ms to pin 64 MiB for a GPU. If a program requests such
-tensors one after another, the engine reads the next ones ahead (`tensors_ahead`).
+because the engine takes 0.3 ms to start its threads and 17 ms to pin 64 MiB for a GPU. If a program requests tensors
+for a GPU one after another, the engine reads the next ones ahead (`tensors_ahead`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from penstock.storage.mapped import MappedFile
 from penstock.storage.network_files import NetworkFile, network_file_system
 from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
+from penstock.waits import start_thread
 
 ENGINE_BYTES = 16 * MIB
 """Size from which the engine reads local files for the CPU. On two cores with cached files, 32 MiB take 20 ms in this
@@ -284,14 +285,16 @@ class _OpenFile:
         # A file on a network file system has round trips like an object.
         self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
         # Allow one engine read at a time, because a run uses the whole staging pool.
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._is_reading = False
         # The rows are in file order.
         self.table: TensorTable = header.tensors
         self._ahead: TensorsAhead | None = None
-        if mapping is None and isinstance(source, FileSource) and device.type in {"cpu", "cuda"}:
-            limit, enough = self._ahead_bytes, self._enough_bytes
-            self._ahead = TensorsAhead(self.table, limit_bytes=limit, enough_bytes=enough)
+        if device.type == "cuda" and isinstance(source, FileSource):
+            limit = settings.memory_bytes
+            self._ahead = TensorsAhead(self.table, limit_bytes=limit, enough_bytes=ENGINE_CUDA_BYTES)
         self._rows = {name: row for row, name in enumerate(self.table.names)}
+        _alive.add(self)
 
     @classmethod
     def open(
@@ -322,20 +325,15 @@ class _OpenFile:
 
     def __del__(self) -> None:
         # Ctrl-C between two of these calls would leave the source open.
-        if hasattr(self, "_intake") and not lifecycle.is_ending():
-            with interrupts.defer_in_finalizer():
-                self.close()
-
-    @property
-    def _enough_bytes(self) -> int:
-        """Return the size from which the engine reads a local file faster than the calling thread."""
-        return ENGINE_CUDA_BYTES if self.device.type == "cuda" else ENGINE_BYTES
-
-    @property
-    def _ahead_bytes(self) -> int:
-        """Return the limit of tensors that are read ahead. On the CPU, skipped tensors take the other half."""
-        memory_bytes = self._settings.memory_bytes
-        return memory_bytes if self.device.type == "cuda" else memory_bytes // 2
+        if not hasattr(self, "_intake") or lifecycle.is_ending():
+            return
+        if threading.current_thread().name.startswith("penstock-"):
+            # A collection may run in a thread of the run, which cannot wait for its own end.
+            owned = [each for each in (self._ahead, self._intake, self.source, self._mapping) if each is not None]
+            start_thread(threading.Thread(target=_close_all, args=(owned,), name="penstock-close"), is_needed=False)
+            return
+        with interrupts.defer_in_finalizer():
+            self.close()
 
     def close(self) -> None:
         if self._ahead is not None:
@@ -393,8 +391,9 @@ class _OpenFile:
 
     def expect(self, rows: Sequence[int]) -> None:
         if self._ahead is not None:
-            with self._turn:
-                self._ahead.expect(rows)
+            with self._own_turn() as is_mine:
+                if is_mine:
+                    self._ahead.expect(rows)
         if isinstance(self.source, ReadAhead):
             starts, stops = self.table.offset[rows], self.table.offset[rows] + self.table.nbytes[rows]
             self.source.expect(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -420,14 +419,40 @@ class _OpenFile:
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
-        if self._ahead is not None:
-            with self._turn, interrupts.deferred():
-                if (found := self._ahead.take(row, self._plan, self._start_ahead)) is not None:
-                    return found
+        if self._ahead is not None and (found := self._read_ahead(self._ahead, row)) is not None:
+            return found
         # A single read needs no plan. The read-ahead splits large reads.
         if nbytes <= self._intake.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
             return self._read_run(offset, nbytes)
         return self._slabs(self._plan([row]), self.device)[0]
+
+    def _read_ahead(self, ahead: TensorsAhead, row: int) -> torch.Tensor | None:
+        with self._own_turn() as is_mine:
+            if not is_mine:
+                return None
+            was_reading = ahead.is_reading
+            found = ahead.take(row, self._plan, self._start_ahead)
+            if was_reading and not ahead.is_reading:
+                # Release the staging of a file that was read to its end, because the program may read other files now.
+                self._intake.close()
+            return found
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[bool]:
+        """Wait for the turn to read with the engine. Yield False if a signal handler has interrupted such a read."""
+        with self._turn, interrupts.deferred():
+            is_mine, self._is_reading = not self._is_reading, True
+            try:
+                yield is_mine
+            finally:
+                if is_mine:
+                    self._is_reading = False
+
+    def reset_after_fork(self) -> None:
+        """Forget the lock and the staging of the parent in a forked child, which has neither its threads."""
+        self._turn = threading.RLock()
+        self._is_reading = False
+        self._intake.pool = None
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
         # The plan needs a size for each file index in the table, and all indices refer to this file.
@@ -463,14 +488,15 @@ class _OpenFile:
     def _read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
         """Read every range in `plan`. Return a filled `[nbytes]` uint8 tensor on `device` for each slab."""
         # Even two reads from a remote source use the engine, because their round trips overlap there.
-        if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < self._enough_bytes):
+        enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
+        if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
             return _read_here(plan, self.source, device)
         first, last = int(plan.read_offset[0]), int(plan.read_offset[-1] + plan.read_nbytes[-1])
         if isinstance(self.source, ReadAhead) and self.source.is_ahead(first, last):
             return _read_here(plan, self.source, device)
-        with self._turn, interrupts.deferred():
+        with self._own_turn() as is_mine:
             # Reading ahead uses the whole staging pool, too.
-            if self._ahead is None or not self._ahead.is_reading:
+            if is_mine and (self._ahead is None or not self._ahead.is_reading):
                 return self._read_on_engine(plan, device)
         return _read_here(plan, self.source, device)
 
@@ -482,7 +508,7 @@ class _OpenFile:
         return [as_bytes(slab) if device.type == "cuda" else as_bytes(slab.data).to(device) for slab in slabs]
 
     def _start_ahead(self, plan: LoadPlan, order: Sequence[int]) -> LoadRun:
-        run = self._open_run(plan, self.device, window_bytes=self._ahead_bytes, order=order)
+        run = self._open_run(plan, self.device, window_bytes=self._settings.memory_bytes, order=order)
         try:
             run.start()
         except BaseException:
@@ -523,6 +549,14 @@ class _OpenFile:
             window_bytes=window_bytes,
             order=order,
         )
+
+
+_alive = lifecycle.release_after_fork(_OpenFile.reset_after_fork)
+
+
+def _close_all(owned: Sequence[TensorsAhead | Intake | Source | MappedFile]) -> None:
+    for each in owned:
+        each.close()
 
 
 def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:

@@ -1,6 +1,6 @@
-"""Tensors of a local file that are read ahead of a program that requests them one after another.
+"""Tensors of a local file that are read to a GPU ahead of a program that requests them one after another.
 
-Two requests in file order, or one request after `expect`, start a load of the tensors that follow. The load reads
+Two requests in file order, or one request after `expect`, start a run that reads the tensors that follow. The run reads
 straight to the device, and stays at most `limit_bytes` ahead of the requests.
 """
 
@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from penstock import lifecycle
-from penstock.engine.place import Bytes, CudaPlace, HostPlace
+from penstock.engine.place import CudaPlace, HostPlace
 from penstock.errors import PenstockError
 from penstock.loader.run import LoadRun
-from penstock.loader.tensor import as_bytes
-from penstock.plan.schedule import LoadPlan
+from penstock.plan.schedule import SMALL_BYTES, LoadPlan
 from penstock.types import TensorTable
 
 Planner = Callable[[Sequence[int]], LoadPlan]
@@ -25,11 +24,15 @@ Planner = Callable[[Sequence[int]], LoadPlan]
 Starter = Callable[[LoadPlan, Sequence[int]], LoadRun]
 """Starts a windowed run of a plan, which yields the slabs in the given order."""
 
+_PRODUCTIVE = 4
+"""A run that was replaced after fewer tensors than this was a mistake, and no other run starts."""
+
 
 class TensorsAhead:
-    """The tensors that were read ahead of the requests. The caller serialises all calls.
+    """The tensors that a run reads ahead of the requests. The caller serialises all calls.
 
-    Tensors that the program skips wait for a later request until they exceed `limit_bytes`. Then the oldest is dropped.
+    Smaller tensors than `SMALL_BYTES` are never read ahead, so every tensor has memory of its own. Tensors that the
+    program skips wait for a later request until they exceed `limit_bytes`. Then the oldest is dropped.
 
     Args:
         table: all rows of the file, in file order.
@@ -38,21 +41,23 @@ class TensorsAhead:
     """
 
     def __init__(self, table: TensorTable, *, limit_bytes: int, enough_bytes: int) -> None:
-        self._table = table
+        self._nbytes: list[int] = table.nbytes.tolist()
+        self._large = [row for row, nbytes in enumerate(self._nbytes) if nbytes >= SMALL_BYTES]
+        self._index = {row: index for index, row in enumerate(self._large)}
         self._limit_bytes = limit_bytes
         self._enough_bytes = enough_bytes
         self._expected: list[int] = []
-        # The row after the last request in file order, or -1 before the first request.
-        self._next_row = -1
+        # The index in `_large` of the row after the last request, or -1 before the first request.
+        self._next = -1
         self._is_off = False
         self._pid = os.getpid()
         self._run: LoadRun | None = None
         self._arriving: Iterator[int] = iter(())
-        # The slabs in the order of the requests, the bytes before each, and the number of slabs that have arrived.
+        # The rows of the run in the order of the requests, the bytes before each, and the number that has arrived.
+        self._order: list[int] = []
+        self._step: dict[int, int] = {}
         self._starts: list[int] = []
-        self._step_of_row: dict[int, int] = {}
-        self._rows_of_step: list[list[tuple[int, int]]] = []
-        self._num_arrived = 0
+        self._num_arrived = self._num_taken = 0
         self._arrived: dict[int, torch.Tensor] = {}
         self._arrived_bytes = 0
 
@@ -64,7 +69,7 @@ class TensorsAhead:
     def expect(self, rows: Sequence[int]) -> None:
         """Announce the rows that will be requested, in order. Replace the previous announcement."""
         self.close()
-        self._expected = [row for row in dict.fromkeys(rows) if self._table.nbytes[row]]
+        self._expected = [row for row in dict.fromkeys(rows) if row in self._index]
 
     # The functions are arguments of `take`, because an open file that owns this object and its own methods would be a
     # reference cycle, and would stay open until a garbage collection.
@@ -73,17 +78,13 @@ class TensorsAhead:
 
         The caller owns the bytes, a flat uint8 tensor. A second request for a row returns None.
         """
-        if self._is_off or not self._table.nbytes[row] or self._pid != os.getpid():
+        if self._is_off or row not in self._index or self._pid != os.getpid():
             return None
         try:
-            if self._run is None and row not in self._arrived:
-                order = self._order_from(row)
-                self._next_row = row + 1
-                if order is None:
-                    return None
+            tensor = self._from_run(row)
+            if tensor is None and (order := self._order_from(row)):
                 self._start(order, plan, start)
-            self._next_row = row + 1
-            return self._bytes_of(row)
+                tensor = self._from_run(row)
         except PenstockError:
             # The fault may be in a row that the program never requests. The caller's own read of this row raises the
             # error of this row.
@@ -93,6 +94,8 @@ class TensorsAhead:
         except BaseException:
             self.close()
             raise
+        self._next = self._index[row] + 1
+        return tensor
 
     def close(self) -> None:
         """End the run, and drop the tensors that were not requested. Idempotent."""
@@ -103,70 +106,66 @@ class TensorsAhead:
     def _end_run(self) -> None:
         run, self._run = self._run, None
         self._arriving = iter(())
+        self._step = {}
         # A forked child has no reading threads.
         if run is not None and self._pid == os.getpid() and not lifecycle.is_ending():
             run.close()
 
-    def _order_from(self, row: int) -> list[int] | None:
-        """Return the rows to read ahead in the order of the requests, or None if it is too early or not worth it."""
-        nbytes = self._table.nbytes
-        if self._expected:
-            if row not in self._expected:
-                return None
+    def _order_from(self, row: int) -> list[int]:
+        """Return the rows to read ahead in the order of the requests. Return no rows if a run is not worth it yet."""
+        if row in self._expected:
             at = self._expected.index(row)
             # Threads of the program may make the first requests in a different order.
-            if sum(nbytes[self._expected[:at]].tolist()) <= self._limit_bytes:
+            if sum(self._nbytes[each] for each in self._expected[:at]) <= self._limit_bytes:
                 at = 0
             order, self._expected = self._expected[at:], []
-        elif row == self._next_row:
-            order = [each for each in range(row, len(nbytes)) if nbytes[each]]
+        elif self._index[row] == self._next:
+            order = self._large[self._next :]
         else:
-            return None
-        return order if int(nbytes[order].sum()) >= self._enough_bytes else None
+            return []
+        if sum(self._nbytes[each] for each in order) < self._enough_bytes:
+            return []
+        self._is_off = self._run is not None and self._num_taken < _PRODUCTIVE
+        self.close()
+        return [] if self._is_off else order
 
-    def _start(self, rows: list[int], plan_rows: Planner, start: Starter) -> None:
-        in_file_order = sorted(rows)
+    def _start(self, order: list[int], plan_rows: Planner, start: Starter) -> None:
+        in_file_order = sorted(order)
         plan = plan_rows(in_file_order)
+        # Every row is large and has a slab to itself.
         slab_of = dict(zip(in_file_order, plan.row_slab.tolist(), strict=True))
-        order = list(dict.fromkeys(slab_of[row] for row in rows))
-        step_of_slab = {slab: step for step, slab in enumerate(order)}
-        self._step_of_row = {row: step_of_slab[slab] for row, slab in slab_of.items()}
-        self._rows_of_step = [[] for _ in order]
-        for row, offset in zip(in_file_order, plan.row_offset.tolist(), strict=True):
-            self._rows_of_step[self._step_of_row[row]].append((row, offset))
-        self._starts = [0, *np.cumsum(plan.slab_nbytes[order]).tolist()]
-        self._num_arrived = 0
-        self._run = start(plan.in_order_of(order), order)
+        slabs = [slab_of[row] for row in order]
+        self._order = order
+        self._step = {row: step for step, row in enumerate(order)}
+        self._starts = [0, *np.cumsum([self._nbytes[row] for row in order]).tolist()]
+        self._num_arrived = self._num_taken = 0
+        self._run = start(plan.in_order_of(slabs), slabs)
         self._arriving = self._run.slabs()
 
-    def _bytes_of(self, row: int) -> torch.Tensor | None:
-        step = self._step_of_row.get(row, -1)
-        if row not in self._arrived and step >= self._num_arrived:
+    def _from_run(self, row: int) -> torch.Tensor | None:
+        step = self._step.get(row, -1)
+        if step >= self._num_arrived:
             if self._starts[step] - self._starts[self._num_arrived] > self._limit_bytes:
-                # The program continues at a different place in the file.
-                self.close()
                 return None
             while self._num_arrived <= step:
                 self._receive()
-            if self._num_arrived == len(self._rows_of_step):
+            if self._num_arrived == len(self._order):
                 self._end_run()
         tensor = self._arrived.pop(row, None)
         if tensor is not None:
             self._arrived_bytes -= tensor.nbytes
-        self._drop_skipped()
+            self._num_taken += 1
+            if tensor.is_cuda:
+                # The memory belongs to the stream on which the run was opened.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        while self._arrived_bytes > self._limit_bytes:
+            oldest = next(iter(self._arrived))
+            self._arrived_bytes -= self._arrived.pop(oldest).nbytes
         return tensor
 
     def _receive(self) -> None:
         assert self._run is not None and isinstance(self._run.place, HostPlace | CudaPlace)
-        taken: torch.Tensor | Bytes = self._run.place.take(next(self._arriving))
-        slab = taken if isinstance(taken, torch.Tensor) else as_bytes(taken.data)
-        for row, offset in self._rows_of_step[self._num_arrived]:
-            nbytes = int(self._table.nbytes[row])
-            self._arrived[row] = slab.narrow(0, offset, nbytes)
-            self._arrived_bytes += nbytes
+        slab = torch.as_tensor(self._run.place.take(next(self._arriving)))
+        self._arrived[self._order[self._num_arrived]] = slab
+        self._arrived_bytes += slab.nbytes
         self._num_arrived += 1
-
-    def _drop_skipped(self) -> None:
-        while self._arrived_bytes > self._limit_bytes:
-            oldest = next(iter(self._arrived))
-            self._arrived_bytes -= self._arrived.pop(oldest).nbytes
