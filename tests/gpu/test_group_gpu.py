@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from tests.support.compare import all_bits, by_safetensors
+from tests.support.moe import write_moe
 from tests.support.ranks import Outcome, run_ranks
 from tests.support.shards import shard_box
 
 import penstock
 from penstock.errors import SourceUnavailable
 from penstock.storage.files import FileSource
-from penstock.testing.checkpoints import write_llama, write_moe
+from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
 
 pytestmark = pytest.mark.gpus(2)

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tests.support.compare import all_bits, by_safetensors
+from tests.support.moe import write_moe
 from tests.support.ranks import run_ranks
 
 import penstock
 from penstock.cuda.driver import load_driver
 from penstock.engine.place import Segment
 from penstock.loader.group import _DeviceCopies
-from penstock.testing.checkpoints import write_llama, write_moe
+from penstock.testing.checkpoints import write_llama
 from penstock.transport.collective import GroupCollectives
 from penstock.types import MIB
 

@@ -13,11 +13,11 @@ from tests.integration.conftest import Host, assert_fetched
 from tests.support.compare import assert_same, bits, by_safetensors
 from tests.support.every_dtype import every_dtype
 from tests.support.fleet import digests
+from tests.support.moe import write_moe
 
 import penstock as ps
 from penstock.errors import NotFound, PlanError
 from penstock.hub.messages import WhyRequest
-from penstock.testing.checkpoints import write_moe
 from penstock.types import MIB, DType
 
 

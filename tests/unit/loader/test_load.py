@@ -18,9 +18,10 @@ from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
 from tests.support.compare import assert_same, bits, by_safetensors
 from tests.support.every_dtype import every_dtype
+from tests.support.moe import write_moe
 
 import penstock
-from penstock.testing.checkpoints import write_llama, write_moe
+from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB, Box
 
 KIB = 1 << 10

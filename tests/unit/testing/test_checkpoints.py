@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.every_dtype import every_dtype
 
-from penstock.testing.checkpoints import LlamaShape, write_llama, write_moe
+from penstock.testing.checkpoints import LlamaShape, write_llama
 from penstock.types import GIB, MIB, DType
 
 torch = pytest.importorskip("torch")
@@ -78,13 +78,6 @@ def test_single_shard_has_no_index(tmp_path: Path) -> None:
 def test_generated_llama_has_requested_size(total_bytes: int, fp8: bool) -> None:
     shape = LlamaShape.of_bytes(total_bytes, fp8=fp8)
     assert sum(tensor.nbytes for tensor in shape.tensors(fp8=fp8)) == pytest.approx(total_bytes, rel=0.1)
-
-
-def test_generated_moe_has_many_tensors_of_equal_size(tmp_path: Path) -> None:
-    tensors = read(write_moe(tmp_path, num_tensors=800, tensor_bytes=4096, shards=3))
-    assert len(tensors) == 800
-    assert {len(raw(tensor)) for tensor in tensors.values()} == {4096}
-    assert len({raw(tensor) for tensor in tensors.values()}) == 800
 
 
 @pytest.mark.parametrize("aligned", [True, False])

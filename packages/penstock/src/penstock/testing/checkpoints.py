@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -157,26 +157,6 @@ def write_llama(
     return paths
 
 
-def write_moe(
-    directory: str | os.PathLike[str],
-    *,
-    num_tensors: int = 60_000,
-    tensor_bytes: int = 64 << 10,
-    shards: int = 8,
-    seed: int = 0,
-) -> list[Path]:
-    """Write many small BF16 tensors of one shape, named like an MoE model's experts. Return the shards in order."""
-    projections = ("gate_proj", "up_proj", "down_proj")
-    tensors = []
-    for index in range(num_tensors):
-        expert, projection = divmod(index, 3)
-        layer, expert = divmod(expert, 128)
-        name = f"model.layers.{layer}.mlp.experts.{expert}.{projections[projection]}.weight"
-        rows = 128 if tensor_bytes % 256 == 0 else 1
-        tensors.append(_weight(name, (rows, tensor_bytes // 2 // rows), -6 - layer % 3))
-    return _write_sharded(Path(directory), tensors, shards=shards, seed=seed)
-
-
 def _weight(name: str, shape: tuple[int, ...], exponent: int) -> Tensor:
     return Tensor(name=name, dtype=DType.BF16, shape=shape, kind="weight", exponent=exponent)
 
@@ -205,8 +185,7 @@ def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, s
         # Sort by element width, then by name, as safetensors does, so that every offset is aligned.
         at: list[int] = np.flatnonzero(shard_of == shard).tolist()
         mine = sorted(at, key=lambda i: (-tensors[i].dtype.bits, tensors[i].name))
-        rows = [(tensors[i].name, tensors[i].dtype, tensors[i].shape, tensors[i].nbytes) for i in mine]
-        _write(directory / names[shard], rows, lambda row: _blocks(tensors[mine[row]], mine[row], seed))
+        _write(directory / names[shard], [(tensors[i], i) for i in mine], seed)
         return directory / names[shard]
 
     with ThreadPoolExecutor(max_workers=min(shards, 4)) as pool:
@@ -219,24 +198,21 @@ def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, s
     return paths
 
 
-def _write(
-    path: Path,
-    rows: Sequence[tuple[str, DType, tuple[int, ...], int]],
-    blocks: Callable[[int], Iterator[bytes | memoryview]],
-) -> None:
+def _write(path: Path, tensors: Sequence[tuple[Tensor, int]], seed: int) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, dtype, shape, nbytes in rows:
-        header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+    for tensor, _ in tensors:
+        stop = offset + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype.value, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     # An interrupted run must not leave a file that a later test mistakes for a checkpoint.
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
-        for row in range(len(rows)):
-            file.writelines(blocks(row))
+        for tensor, index in tensors:
+            file.writelines(_blocks(tensor, index, seed))
     partial.replace(path)
 
 
