@@ -70,9 +70,9 @@ def pre(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def names_text(names: Sequence[str]) -> str:
-    """Return a text with the first three names and the number of remaining names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def names_text(names: Sequence[str], most: int = 3) -> str:
+    """Return a text with the first `most` names and the number of remaining names."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def bytes_text(nbytes: float) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.arguments import require_type
 from penstock.errors import ConfigError, PlanError
+from penstock.report import names_text
 from penstock.types import Box
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ store input features as rows, bitsandbytes stores a 4-bit weight as one column, 
 sizes."""
 _SCALE = re.compile(r"_(scale|scale_inv|scale_2|global_scale|zero_point)$|\.scale$")
 _FP8_BLOCK = 128
-_SHOWN = 3
 
 
 class SplitRule(msgspec.Struct, frozen=True):
@@ -270,10 +270,8 @@ class TensorParallelRank(msgspec.Struct, frozen=True, kw_only=True):
         """
         parallel = TensorParallel(self.rules, heads if self.heads is None else self.heads)
         if unknown := [name for name, shape in shapes.items() if shape and parallel.how(name) is None]:
-            more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-            names = ", ".join(unknown[:_SHOWN]) + more
             hint = f"pass tensor_parallel(rules=) pairs of a pattern and one of: {FORMS}"
-            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {names}", hint=hint)
+            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {names_text(unknown)}", hint=hint)
         for name, shape in shapes.items():
             parallel.check(name, shape, parallel.rule_of(name, shape), shapes, to=self.size)
         return {name: parallel.boxes(name, shape, self.rank, self.size) for name, shape in shapes.items()}

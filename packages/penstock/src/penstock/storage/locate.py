@@ -18,6 +18,7 @@ import msgspec
 from penstock.config import Settings
 from penstock.errors import ConfigError, NotFound, PenstockError, PermissionDenied
 from penstock.logs import log_named
+from penstock.report import names_text
 from penstock.storage import (
     is_remote,
     list_uris,
@@ -258,9 +259,8 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 
     HTTP has no listing, so only the weights, the index, the manifest and small files with usual names are found.
     """
-    if not _is_http(uri) or _is_file(uri) or uri.endswith(INDEX_SUFFIX):
-        return list_uris(uri, settings=settings, storage_options=storage_options)
-    if os.path.splitext(uri.partition("?")[0])[1] in _SMALL_SUFFIXES:
+    is_small = os.path.splitext(uri.partition("?")[0])[1] in _SMALL_SUFFIXES
+    if not _is_http(uri) or _is_file(uri) or uri.endswith(INDEX_SUFFIX) or is_small:
         return list_uris(uri, settings=settings, storage_options=storage_options)
     place = resolve(uri, settings=settings, storage_options=storage_options)
     prefix = directory_prefix(uri)
@@ -532,6 +532,5 @@ def _without(files: list[str], why: str, is_other: Callable[[str], bool], uri: s
 
 @functools.lru_cache(maxsize=256)
 def _log_once(uri: str, why: str, names: tuple[str, ...]) -> None:
-    named = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     level = logging.INFO if why in {_HIDDEN, _DUPLICATE} else logging.WARNING
-    log.log(level, "%s: left out %s (%s). Name a file to load it.", uri, named, why)
+    log.log(level, "%s: left out %s (%s). Name a file to load it.", uri, names_text(names, _MAX_NAMES), why)

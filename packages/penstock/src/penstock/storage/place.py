@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.errors import MALFORMED, ConfigError, DestinationError, FormatError, IntegrityError, NotFound, SourceError
 from penstock.lifecycle import Closeable, release_after_fork
+from penstock.report import names_text
 from penstock.storage import is_remote, list_uris, local_path, text_of
 from penstock.storage.headers import GGUF_SUFFIX
 from penstock.storage.local import read_bounded
@@ -42,7 +43,6 @@ _MOVING = ".penstock-moving"
 # Maximum seconds to wait for another process that checks or publishes in the directory.
 _WAIT_S = 10.0
 _POLL_S = 0.01
-_MAX_NAMES = 5
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -156,9 +156,7 @@ def require_free(into: Path, *, replace: bool = False) -> None:
         raise ConfigError(f"the directory cannot be replaced: {why}", uri=str(into), hint=hint)
     if others := foreign(into):
         # A mistyped path must not destroy a home directory or other people's models.
-        named = ", ".join(others[:_MAX_NAMES]) + (
-            f" and {len(others) - _MAX_NAMES} more" if len(others) > _MAX_NAMES else ""
-        )
+        named = names_text(others, 5)
         message = f"only files that Penstock wrote are replaced, but this directory has other files: {named}"
         raise ConfigError(message, uri=str(into), hint="move the other files away, or write to another path")
 

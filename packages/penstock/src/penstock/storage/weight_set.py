@@ -22,6 +22,7 @@ from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import ConfigError, FormatError, NotFound, PermissionDenied, PlanError
 from penstock.lifecycle import Closeable
+from penstock.report import names_text
 from penstock.storage import Digested, Source, is_remote, open_source, read_small, timed
 from penstock.storage.headers import read_header
 from penstock.storage.locate import Location, Uri, Uris, display, is_part, resolve, sidecar_uri, signature_uri
@@ -423,8 +424,7 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
         if not rows:
             missing.append(glob)
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        message = f"no such tensor: {', '.join(map(clip, sorted(missing)[:5]))}{more}"
+        message = f"no such tensor: {names_text(list(map(clip, sorted(missing))), 5)}"
         raise PlanError(message, uri=uri, hint="run `penstock inspect URI --all` to list all tensors")
     return sorted(selected)
 
