@@ -57,6 +57,7 @@ class CacheDirectory:
         self._since_scan_bytes = 0
         self.spare: list[bytearray] = []
         self.after_fork()
+        _renewed_in_children.add(self)
 
     def after_fork(self) -> None:
         """Replace the locks in a forked child, because the threads that held them do not exist there."""
@@ -331,9 +332,4 @@ def directory_at(path: Path, limit_bytes: int) -> CacheDirectory:
     return _directories.setdefault((path, limit_bytes), CacheDirectory(path, limit_bytes))
 
 
-def _after_fork() -> None:
-    for directory in _directories.values():
-        directory.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_renewed_in_children = release_after_fork(CacheDirectory.after_fork)

@@ -68,9 +68,7 @@ class HuggingFaceStorage(RepositoryStorage):
             place = ("", where.kind, where.name, str(hub.constants.HF_HUB_CACHE))
             if where.revision is not None and not is_new and (found := self.listed(*place, where.revision)):
                 return where.revision, found
-            commit, files = _cached_listing(where)
-            self.keep(*place, commit, files=files)
-            return commit, files
+            return self.keep(place, *_cached_listing(where))
         token = _token(options)
         api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
         # The key includes the token, because another user may see more repositories.
@@ -100,8 +98,7 @@ class HuggingFaceStorage(RepositoryStorage):
             file_of(entry.rfilename, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blobId, uri)
             for entry in info.siblings or ()
         )
-        self.keep(*key, commit, files=files)
-        return commit, files
+        return self.keep(key, commit, files)
 
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`."""

@@ -73,14 +73,12 @@ class ModelScopeStorage(RepositoryStorage):
             if entry.Type != "tree"
         )
         if COMMIT.fullmatch(revision):
-            self.keep(*key, revision, files=files)
-            return revision, files
+            return self.keep(key, revision, files)
         listing = "".join(f"{name}\0{file.nbytes}\0{file.identity}\n" for name, file in sorted(files.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()[:_DIGEST_LETTERS]
         if pinned not in {"", digest}:
             raise SourceChanged(f"{revision} has moved since it was pinned", uri=where.at(where.revision or "", ""))
-        self.keep(*key, f"{revision}{_MARK}{digest}", files=files)
-        return f"{revision}{_MARK}{digest}", files
+        return self.keep(key, f"{revision}{_MARK}{digest}", files)
 
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`.

@@ -24,7 +24,7 @@ from penstock import waits
 from penstock.config import Settings
 from penstock.errors import FormatError, NotFound, SourceChanged, SourceStalled, SourceUnavailable
 from penstock.http.range_request import Arrivals, Origin, Patience, RequestFailed, Validators
-from penstock.storage.http import HttpSource
+from penstock.storage.http import HttpSource, PlainOrigin
 from penstock.storage.object_stores import (
     ObjectKey,
     Store,
@@ -98,27 +98,8 @@ class SignedOrigin:
         return "the server redirects a signed request; the bucket may be in another region: set AWS_REGION"
 
 
-class AnonymousOrigin:
+class AnonymousOrigin(PlainOrigin):
     """The plain URL of an object in a public bucket."""
-
-    def __init__(self, url: SplitResult) -> None:
-        self._url = url
-
-    def url(self) -> SplitResult:
-        """See `Origin.url`."""
-        return self._url
-
-    def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """See `Origin.headers`."""
-        return {}
-
-    def is_redirected(self, url: SplitResult) -> bool:
-        """See `Origin.is_redirected`."""
-        return False
-
-    def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Origin.renew`."""
-        return False
 
     def moved(self, url: SplitResult, location: str) -> str | None:
         """See `Origin.moved`."""
@@ -214,8 +195,9 @@ def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str])
             return None, "anonymous"
         # obstore cannot return a plain URL, so sign one and remove the query.
         signing_store: Store = anonymous_signing_store(place, settings=settings, options=options)
-        url = _signed(place.uri, signing_store, place.key)
-        return AnonymousOrigin(urlsplit(url)._replace(query="")), ""
+        url = urlsplit(_signed(place.uri, signing_store, place.key))
+        plain = url._replace(netloc=url.netloc.rpartition("@")[2], query="")
+        return AnonymousOrigin(plain.geturl(), {}), ""
     origin = SignedOrigin(place)
     if place.root.startswith("s3"):
         return origin, ""

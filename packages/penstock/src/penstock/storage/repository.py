@@ -304,12 +304,15 @@ class RepositoryStorage(ABC):
         with self._lock:
             return self._listings.get(key)
 
-    def keep(self, *key: str, files: Mapping[str, RepositoryFile]) -> None:
-        """Cache a listing, and drop the oldest listing if the cache is full."""
+    def keep(
+        self, place: tuple[str, ...], revision: str, files: Mapping[str, RepositoryFile]
+    ) -> tuple[str, Mapping[str, RepositoryFile]]:
+        """Cache a listing, and drop the oldest listing if the cache is full. Return the revision and its files."""
         with self._lock:
-            self._listings[key] = files
+            self._listings[*place, revision] = files
             while len(self._listings) > _LISTINGS:
                 self._listings.popitem(last=False)
+        return revision, files
 
     def _listing(
         self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool = False
