@@ -118,10 +118,10 @@ def test_malformed_chunked_body_is_refused() -> None:
         return b"".join(part for piece in pieces for part in parser.feed_body(piece)), parser
 
     body, parser = fed(b"5;x=y\r\nhel", b"lo\r\n0\r\nX-Late: 7\r\n\r\n")
-    assert body == b"hello" and parser.is_done and not parser.has_more
+    assert body == b"hello" and parser.events.is_done and not parser.events.has_more
     assert parser.response().headers == {"transfer-encoding": "chunked"}
-    assert not fed(b"5\r\nhello")[1].is_done
-    assert fed(b"0\r\n\r\nHTTP/1.1 200 OK\r\n")[1].has_more
+    assert not fed(b"5\r\nhello")[1].events.is_done
+    assert fed(b"0\r\n\r\nHTTP/1.1 200 OK\r\n")[1].events.has_more
     for wrong in (b"x\r\n", b"-1\r\n", b"5\r\nhelloX", b"5\nhello", b"f" * 20 + b"\r\n"):
         with pytest.raises(MalformedMessage):
             fed(wrong)

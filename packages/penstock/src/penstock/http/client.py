@@ -85,7 +85,7 @@ class HttpReply:
         while total <= limit:
             piece = self._piece(self._deadline)
             if not piece:
-                if self._parser is not None and not self._parser.is_done:
+                if self._parser is not None and not self._parser.events.is_done:
                     raise MalformedMessage("the connection was closed before the end of the response")
                 return b"".join(pieces)
             pieces.append(piece)
@@ -112,7 +112,7 @@ class HttpReply:
 
     def _piece(self, deadline: MessageDeadline) -> memoryview:
         num_overhead = 0
-        while self._parser is None or not self._parser.is_done:
+        while self._parser is None or not self._parser.events.is_done:
             self._wire.set_pace(deadline.left_s())
             received = self._wire.receive_some(_PIECE_BYTES)
             deadline.add_bytes(len(received))
@@ -130,8 +130,10 @@ class HttpReply:
     def is_reusable(self) -> bool:
         """True if the whole response was read, no bytes followed it, and the server keeps the connection open."""
         parser = self._parser
-        is_read = self.length == 0 if parser is None else parser.is_done and not parser.has_more and not self._rest
-        return is_read and self._keeps_alive and not self._wire.has_unread
+        is_read = self.length == 0
+        if parser is not None:
+            is_read = parser.events.is_done and not parser.events.has_more and not self._rest
+        return is_read and self._keeps_alive and not self._wire.ahead
 
 
 class ClientConnection:

@@ -193,7 +193,8 @@ class CompressionChoice:
 
     def _restart(self, *, is_coded: bool) -> None:
         self.is_coded = is_coded
-        self._is_open = self._always is None
+        # True while the link is being measured. `begin` may start another measurement.
+        self.is_open = self._always is None
         self._seen = 0
         self._timed = 0
         self._busy_s = 0.0
@@ -207,7 +208,7 @@ class CompressionChoice:
             # A pause between requests must not count.
             if not any(self._active):
                 self._at = now
-            if self._always is None and not self._is_open and now - self._decided_at > AGAIN_S:
+            if self._always is None and not self.is_open and now - self._decided_at > AGAIN_S:
                 self._restart(is_coded=False)
             self._active[self.is_coded] += 1
             return self.is_coded
@@ -223,16 +224,11 @@ class CompressionChoice:
             if self.is_coded:
                 self._decide(is_coded=False, why="the peer does not compress")
 
-    @property
-    def is_open(self) -> bool:
-        """True while the link is being measured. `begin` may start another measurement."""
-        return self._is_open
-
     def sample(self, piece: memoryview, planes: Planes) -> None:
         """Compress a sample of raw bytes, to measure the codec's ratio and speed."""
         # Do not hold the lock while the codec runs, so that other connections can receive.
         with self._lock:
-            is_wanted = self._is_open and not self.is_coded and self._sampled.count < NUM_SAMPLES
+            is_wanted = self.is_open and not self.is_coded and self._sampled.count < NUM_SAMPLES
             if not is_wanted or len(piece) < SAMPLE_BYTES:
                 return
             self._sampled.count += 1
@@ -256,7 +252,7 @@ class CompressionChoice:
             if is_coded:
                 self._num_bytes += nbytes
                 self._wire_bytes += wire_bytes
-            is_watched = self._always is None and (self._is_open or is_coded)
+            is_watched = self._always is None and (self.is_open or is_coded)
             # Skip this measurement if requests of the other kind are in flight, because these would distort the rate.
             if not is_watched or is_coded != self.is_coded or self._active[not is_coded]:
                 self._at = now
@@ -283,14 +279,14 @@ class CompressionChoice:
         elif rate < self._raw * KEPT:
             self._decide(is_coded=False, why=f"compressed {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
         else:
-            if self._is_open:
+            if self.is_open:
                 self._decide(is_coded=True, why=f"{rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
             # Measure again later, because other work may then occupy the processors and slow compression down.
             self._timed, self._busy_s = 0, 0.0
 
     def _decide(self, *, is_coded: bool, why: str) -> None:
         self.is_coded = is_coded
-        self._is_open = False
+        self.is_open = False
         self._why = why
         self._decided_at = time.monotonic()
 

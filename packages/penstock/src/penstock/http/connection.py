@@ -61,7 +61,7 @@ class HttpConnection:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         # Bytes received after a head, which the next receiving call returns first.
-        self._ahead = b""
+        self.ahead = b""
         # Deadline of the last message, shared by its head and its body.
         self._deadline = MessageDeadline(pace_s)
         # Nagle's algorithm would delay small requests until an ACK.
@@ -88,11 +88,11 @@ class HttpConnection:
 
     def receive_request(self, wait_s: float, *, first_s: float, max_bytes: int) -> RequestHead | None:
         """Receive a request's head within `wait_s` of its first byte, or return None if the client closes."""
-        if not self._ahead:
+        if not self.ahead:
             self.set_pace(first_s)
-            self._ahead = self._receive(_HEAD_PIECE_BYTES)
+            self.ahead = self._receive(_HEAD_PIECE_BYTES)
         parser = MessageParser(is_request=True, max_bytes=max_bytes)
-        is_whole = self._ahead and self._receive_head(parser, MessageDeadline(wait_s))
+        is_whole = self.ahead and self._receive_head(parser, MessageDeadline(wait_s))
         return parser.request() if is_whole else None
 
     def receive_response(self, wait_s: float) -> tuple[ResponseHead, MessageParser]:
@@ -118,11 +118,11 @@ class HttpConnection:
         """Receive a head and feed it to its parser. Return False if the connection was closed within the head."""
         # The peer may send single bytes, so one deadline limits the whole head.
         self._deadline = deadline
-        received, self._ahead = self._ahead, b""
+        received, self.ahead = self.ahead, b""
         while True:
             rest = parser.feed_head(received) if received else None
             if rest is not None:
-                self._ahead = rest
+                self.ahead = rest
                 return True
             self.set_pace(deadline.left_s())
             received = self._receive(_HEAD_PIECE_BYTES)
@@ -135,7 +135,7 @@ class HttpConnection:
         If `wait_s` is None, use the time that remains for the message's head. Raises ConnectionAbortedError if the
         connection is closed before the end of the body.
         """
-        received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
+        received, self.ahead = self.ahead[:nbytes], self.ahead[nbytes:]
         if len(received) == nbytes:
             return received
         pieces, left = [received], nbytes - len(received)
@@ -186,10 +186,10 @@ class HttpConnection:
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
         """Receive into these views, which TLS may fill partly. Return the byte count, or 0 at the connection's end."""
-        if self._ahead:
-            count = min(len(self._ahead), len(views[0]))
-            views[0][:count] = self._ahead[:count]
-            self._ahead = self._ahead[count:]
+        if self.ahead:
+            count = min(len(self.ahead), len(views[0]))
+            views[0][:count] = self.ahead[:count]
+            self.ahead = self.ahead[count:]
             return count
         try:
             if self._is_tls:
@@ -204,22 +204,17 @@ class HttpConnection:
 
     def receive_some(self, nbytes: int) -> bytes:
         """Receive up to `nbytes` as soon as bytes arrive. Return b"" at the end of the connection."""
-        if self._ahead:
-            received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
+        if self.ahead:
+            received, self.ahead = self.ahead[:nbytes], self.ahead[nbytes:]
             return received
         return self._receive(nbytes)
-
-    @property
-    def has_unread(self) -> bool:
-        """True if bytes have been received that no call has returned yet."""
-        return bool(self._ahead)
 
     @property
     def is_silent(self) -> bool:
         """True if the connection is open and no unread bytes have arrived, as between two messages."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        return not self._ahead and not poll.poll(0)
+        return not self.ahead and not poll.poll(0)
 
     @property
     def is_closed(self) -> bool:

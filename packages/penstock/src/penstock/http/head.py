@@ -57,7 +57,10 @@ class ResponseHead(Head, kw_only=True):
 
 
 class _Events:
-    """Callbacks for the parser, without a reference to the parser, which would create a reference cycle."""
+    """Callbacks for the parser, without a reference to the parser, which would create a reference cycle.
+
+    `is_done` is True after the last chunk of a body, and `has_more` if bytes of another message followed this one.
+    """
 
     __slots__ = ("body", "fields", "has_more", "is_done", "is_in_body", "target")
 
@@ -98,8 +101,8 @@ class MessageParser:
     """The parser of one message: call `feed_head` until it returns bytes, then `request` or `response`."""
 
     def __init__(self, *, is_request: bool, max_bytes: int = MAX_HEAD_BYTES) -> None:
-        self._events = _Events()
-        self._parser = (httptools.HttpRequestParser if is_request else httptools.HttpResponseParser)(self._events)
+        self.events = _Events()
+        self._parser = (httptools.HttpRequestParser if is_request else httptools.HttpResponseParser)(self.events)
         self._max_bytes = max_bytes
         self._received = b""
         self._num_fed = 0
@@ -120,25 +123,15 @@ class MessageParser:
         self._feed(received[self._num_fed : stop])
         self._num_fed = stop
         self._received = received if end < 0 else received[:stop]
-        if self._events.is_in_body != (end >= 0):
+        if self.events.is_in_body != (end >= 0):
             raise MalformedMessage("the message head does not end with an empty line")
         return None if end < 0 else received[stop:]
 
     def feed_body(self, data: bytes) -> list[bytes]:
         """Add received bytes of a chunked body, and return the body bytes in them. Raises MalformedMessage."""
         self._feed(data)
-        body, self._events.body = self._events.body, []
+        body, self.events.body = self.events.body, []
         return body
-
-    @property
-    def is_done(self) -> bool:
-        """True after the last chunk."""
-        return self._events.is_done
-
-    @property
-    def has_more(self) -> bool:
-        """True if bytes of another message followed this one."""
-        return self._events.has_more
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -155,7 +148,7 @@ class MessageParser:
     def request(self) -> RequestHead:
         """Return the head of a request. Raises MalformedMessage."""
         assert isinstance(self._parser, httptools.HttpRequestParser)
-        method, target = self._parser.get_method().decode("ascii"), self._events.target.decode("latin-1")
+        method, target = self._parser.get_method().decode("ascii"), self.events.target.decode("latin-1")
         return RequestHead(**self._common(), method=method, target=target)
 
     def response(self) -> ResponseHead:
@@ -177,7 +170,7 @@ class MessageParser:
         if version not in {"1.0", "1.1"} or not protocol.startswith(b"HTTP/"):
             raise MalformedMessage("the message is not HTTP/1.1")
         headers: dict[str, str] = {}
-        for name_bytes, value_bytes in self._events.fields:
+        for name_bytes, value_bytes in self.events.fields:
             name, value = name_bytes.decode("latin-1").lower(), value_bytes.decode("latin-1").strip(" \t")
             if name not in headers:
                 headers[name] = value

@@ -27,11 +27,6 @@ _QUIET_S = 10.0
 _encode = msgspec.json.Encoder().encode
 
 
-def wants_stream(query: Mapping[str, object], accept: str) -> bool:
-    """Return whether a request asks for events, with `?stream` or the Accept header of a browser's EventSource."""
-    return "stream" in query or "text/event-stream" in accept
-
-
 def boot_of_process() -> Boot:
     """Return the startup record of this process, which is empty before the first phase."""
     return boot_record().snapshot() or Boot(started_at=0.0)
@@ -55,7 +50,8 @@ class PhasesHandler:
 
         Raises RequestRefused if there are `MAX_STREAMS` streams and no other caller has more streams than this caller.
         """
-        if not wants_stream(query, exchange.head.headers.get("accept", "")):
+        # The Accept header is that of a browser's EventSource.
+        if "stream" not in query and "text/event-stream" not in exchange.head.headers.get("accept", ""):
             body = _encode(self._describe(boot_of_process()))
             exchange.answer(HTTPStatus.OK, body, "Content-Type: application/json\r\nCache-Control: no-store\r\n")
             return

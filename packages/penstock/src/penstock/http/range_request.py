@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from types import TracebackType
-from typing import Protocol, TypedDict
+from typing import Protocol
 from urllib.parse import SplitResult
 
 import msgspec
@@ -392,23 +392,24 @@ class RangeExchange:
         if status == 407:
             return wrong_proxy_user()
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
-        where: _RangeDestination = {"uri": self._uri, "byte_range": self._range if self._seen else None}
+        uri, byte_range = self._uri, self._range if self._seen else None
         if status in _RETRIED:
             return RequestFailed(what, wait_s=_seconds_of(self.reply.headers.get("retry-after", "")))
         if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
-            return PermissionDenied(what, **where, hint="check the credentials and their permissions")
+            hint = "check the credentials and their permissions"
+            return PermissionDenied(what, uri=uri, byte_range=byte_range, hint=hint)
         if status in {404, 410}:
-            return NotFound(what, **where)
+            return NotFound(what, uri=uri, byte_range=byte_range)
         if status == 412:
             return self._changed("the object has changed since it was opened (HTTP 412)")
         if status == 416:
             total = re.fullmatch(r"bytes \*/(\d{1,18})", self.reply.headers.get("content-range", ""))
             if self._seen and total and int(total[1]) != self._seen.nbytes:
                 return self._changed(f"the object's size changed from {self._seen.nbytes} to {total[1]} bytes")
-            return SourceTruncated(what, **where)
+            return SourceTruncated(what, uri=uri, byte_range=byte_range)
         region = self.reply.headers.get("x-amz-bucket-region", "")
-        hint = f"the bucket is in region {region[:40]}: set AWS_REGION" if region else None
-        return SourceUnavailable(what, **where, hint=hint)
+        wrong_region = f"the bucket is in region {region[:40]}: set AWS_REGION" if region else None
+        return SourceUnavailable(what, uri=uri, byte_range=byte_range, hint=wrong_region)
 
 
 def _seconds_of(after: str) -> float | None:
@@ -419,11 +420,6 @@ def _seconds_of(after: str) -> float | None:
         return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
     except (ValueError, TypeError):
         return None
-
-
-class _RangeDestination(TypedDict):
-    uri: str
-    byte_range: tuple[int, int] | None
 
 
 @contextlib.contextmanager

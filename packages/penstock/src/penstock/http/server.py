@@ -39,10 +39,10 @@ class ServerExchange:
     """A request and its response, used by the thread of the connection until the handler returns.
 
     After `begin_answer`, the handler sends the body over `wire`. The handler may set `closes` to close the connection
-    afterwards.
+    afterwards. `body_bytes` is the announced size of the unread body.
     """
 
-    __slots__ = ("_has_begun", "_peer", "_place", "_unread_bytes", "closes", "head", "wire")
+    __slots__ = ("_has_begun", "_peer", "_place", "body_bytes", "closes", "head", "wire")
 
     def __init__(self, head: RequestHead, wire: HttpConnection, place: Connection, peer: str) -> None:
         self.head = head
@@ -50,13 +50,8 @@ class ServerExchange:
         self.closes = not head.keeps_alive
         self._place = place
         self._peer = peer
-        self._unread_bytes = head.content_length or 0
+        self.body_bytes = head.content_length or 0
         self._has_begun = False
-
-    @property
-    def body_bytes(self) -> int:
-        """Announced size of the unread body in bytes."""
-        return self._unread_bytes
 
     def prove(self) -> None:
         """Mark the connection as authenticated, so that unauthenticated connections cannot displace it."""
@@ -64,7 +59,7 @@ class ServerExchange:
 
     def read_body(self, max_bytes: int) -> bytes:
         """Receive the body, which is limited to `max_bytes`. Raises RequestRefused for a longer body."""
-        nbytes = self._unread_bytes
+        nbytes = self.body_bytes
         if nbytes > max_bytes:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
@@ -72,7 +67,7 @@ class ServerExchange:
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
             self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
         # If the body does not arrive, the OSError closes the connection.
-        self._unread_bytes = 0
+        self.body_bytes = 0
         return self.wire.receive_body(nbytes)
 
     @property
@@ -116,7 +111,7 @@ class ServerExchange:
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
         """Set the deadline for reading the response. Return the seconds until the deadline and the response head."""
         self._has_begun = True
-        if self._unread_bytes:
+        if self.body_bytes:
             # Close the connection, because the unread body would be parsed as the next request.
             self.closes = True
         seconds = self._place.limits.answer_s + nbytes / MIN_BYTES_PER_S

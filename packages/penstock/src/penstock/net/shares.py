@@ -27,12 +27,8 @@ class Shares(Generic[K]):
         self._entries: dict[str, dict[K, tuple[int, float]]] = {}
         self._callers: dict[K, str] = {}
         self._totals: dict[str, int] = {}
-        self._used = 0
-
-    @property
-    def used(self) -> int:
-        """Total weight of all entries."""
-        return self._used
+        # Total weight of all entries.
+        self.used = 0
 
     def __contains__(self, entry: K) -> bool:
         return entry in self._callers
@@ -56,7 +52,7 @@ class Shares(Generic[K]):
             self._entries.setdefault(caller, {})[entry] = weight, self._clock()
             self._callers[entry] = caller
             self._totals[caller] = self._totals.get(caller, 0) + weight
-            self._used += weight
+            self.used += weight
             return victims
 
     def has_room(self, caller: str, *, displaces_own: bool = True) -> bool:
@@ -104,7 +100,7 @@ class Shares(Generic[K]):
         held = 0
         if entry is not None and entry in self._callers:
             held = self._entries[self._callers[entry]][entry][0]
-        return self._used - held + weight - self._limit
+        return self.used - held + weight - self._limit
 
     def _forget_expired(self) -> None:
         now = self._clock()
@@ -119,7 +115,7 @@ class Shares(Generic[K]):
             return
         mine = self._entries[caller]
         weight, _ = mine.pop(entry)
-        self._used -= weight
+        self.used -= weight
         self._totals[caller] -= weight
         if not mine:
             del self._entries[caller], self._totals[caller]
