@@ -13,7 +13,7 @@ from penstock.peer.server import fault_of
 
 def received(error: PenstockError) -> PenstockError:
     """Return the error that a client raises when the member `planner` responds with this error."""
-    return refusal_of("penstock:planner", 503, msgspec.msgpack.encode(fault_of(error)))
+    return refusal_of("penstock:planner", 503, msgspec.msgpack.encode(fault_of(error)), {})
 
 
 @pytest.mark.parametrize("kind", [PeerLost, SourceStalled])

@@ -38,6 +38,9 @@ T = TypeVar("T")
 class PeerClient(Closeable):
     """A client for one peer's server and one key. Only `interrupt` may be called concurrently."""
 
+    refusals: Mapping[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
+    """The error for each status of a refusal. Other statuses raise PeerLost."""
+
     def __init__(
         self,
         upstream: messages.Upstream,
@@ -127,10 +130,8 @@ class PeerClient(Closeable):
 
     def lease(self, *, attach: bool = False) -> messages.Lease:
         """Get a lease for reading, or if `attach` is set, for mapping a weight cache's memory."""
-        body = msgspec.msgpack.encode(
-            messages.LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
-        )
-        self._lease = lease = self._ask("POST", "/v1/leases", messages.Lease, body)
+        request = messages.LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
+        self._lease = lease = self._ask("POST", "/v1/leases", messages.Lease, request)
         return lease
 
     def _decode(self, raw: bytes, kind: type[T]) -> T:
@@ -163,22 +164,22 @@ class PeerClient(Closeable):
 
     def recheck(self, chunk: int) -> None:
         """Ask the peer to digest a chunk that arrived corrupt. Raise SourceBusy if the peer's chunk is corrupt too."""
-        code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
-        if code != 204:
-            raise refusal_of(self._uri(), code, raw)
+        self._ask("POST", f"{self._path()}/doubt?chunk={chunk}", type(None))
 
     def _path(self) -> str:
         assert self._lease is not None
         return f"/v1/leases/{self._lease.lease}"
 
-    def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
-        code, raw = self._send(verb, path, body)
-        if code == 200:
-            try:
-                return self._decode(raw, kind)
-            except MALFORMED as error:
-                raise FormatError(f"the response to {verb} {path} is malformed: {error}", uri=self._uri()) from error
-        raise refusal_of(self._uri(), code, raw)
+    def _ask(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
+        code, raw = self._send(verb, path, None if body is None else msgspec.msgpack.encode(body))
+        if code == 204 and kind is type(None):
+            return None
+        if code != 200:
+            raise refusal_of(self._uri(), code, raw, self.refusals)
+        try:
+            return self._decode(raw, kind)
+        except MALFORMED as error:
+            raise FormatError(f"cannot decode the peer's reply: {error}", uri=self._uri()) from error
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         if self._connection is None:
@@ -228,7 +229,7 @@ class PeerClient(Closeable):
         connection.close()
 
 
-def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
+def refusal_of(uri: str, code: int, raw: bytes, kinds: Mapping[int, type[PenstockError]]) -> PenstockError:
     """Return the error for a failed response of a member. A member named in the response replaces `uri` in errors."""
     try:
         fault = msgspec.msgpack.decode(raw, type=messages.MemberFault)
@@ -238,7 +239,6 @@ def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
     if code == 429:
         others = ", ".join(reader[:8] for reader in fault.alternatives)
         return SourceBusy(fault.error, uri=uri, hint=f"read from one of its readers instead: {others}")
-    kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
     kind = kinds.get(code, PeerLost)
     named = uri if fault.member is msgspec.UNSET else messages.MEMBER_PREFIX + fault.member
     return kind(fault.error, uri=named, hint=fault.hint or None)

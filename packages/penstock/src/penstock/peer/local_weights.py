@@ -340,7 +340,7 @@ class LocalWeights:
                 registered.append(links.register(memory))
             into = [links.register_into(*pair) for pair in zip(self.place.regions, registered, strict=True)]
         except BaseException:
-            _close(registered)
+            close_handles(registered)
             raise
         self._handles = registered
         self._into = into
@@ -537,7 +537,7 @@ class LocalWeights:
             self.state = "draining"
             self.changed.notify_all()
         # A handle's `close` may wait for a running read, so do not hold the lock.
-        _close(handles)
+        close_handles(handles)
 
     def move_out(self, tier: str) -> None:
         """Drop the references to the memory after a lower tier has copied the bytes. Call `close` first."""
@@ -604,7 +604,8 @@ class LocalWeights:
             )
 
 
-def _close(handles: Sequence[dict[str, Handle]]) -> None:
+def close_handles(handles: Iterable[Mapping[str, Handle]]) -> None:
+    """Close the registrations of regions, which are keyed by transport name."""
     for by_transport in handles:
         for handle in by_transport.values():
             handle.close()

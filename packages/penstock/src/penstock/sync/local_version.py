@@ -21,6 +21,7 @@ from penstock.digest.strip import Strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
 from penstock.hub.messages import FleetDecision, prepare
 from penstock.lifecycle import Closeable
+from penstock.peer.local_weights import close_handles
 from penstock.plan.layout import Layout
 from penstock.sync.digester import Digester, PrecomputedDigests, digesters_of
 from penstock.sync.messages import NewsReply, PackReply
@@ -124,9 +125,7 @@ class VersionRegions(Closeable):
         """Close the registrations, which makes readers' descriptors stale. Idempotent."""
         handles = [*self._into, *self._handles]
         self._handles, self._into = [], []
-        for by_transport in handles:
-            for handle in by_transport.values():
-                handle.close()
+        close_handles(handles)
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
@@ -451,18 +450,14 @@ class VersionStatus:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._now = NewsReply(epoch="", version=-1, is_open=False)
-
-    @property
-    def now(self) -> NewsReply:
-        """Return the epoch, the version, and whether the version can be read from this member."""
-        # The status is one immutable object, so reading it needs no lock.
-        return self._now
+        # The epoch, the version, and whether the version can be read from this member, as one immutable object, so that
+        # reading the status needs no lock.
+        self.now = NewsReply(epoch="", version=-1, is_open=False)
 
     def post(self, epoch: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
         """Set the status and wake the threads that wait for a newer version."""
         with self._changed:
-            self._now = NewsReply(epoch=epoch, version=version, is_open=is_open, withdrawn=withdrawn)
+            self.now = NewsReply(epoch=epoch, version=version, is_open=is_open, withdrawn=withdrawn)
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:
@@ -471,12 +466,12 @@ class VersionStatus:
         with self._changed:
             while self._newest() <= after and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            return self._now
+            return self.now
 
     def is_past(self, version: int) -> bool:
         """Return whether this version or a later version has begun or was withdrawn."""
         return self._newest() >= version
 
     def _newest(self) -> int:
-        withdrawn = self._now.withdrawn
-        return self._now.version if withdrawn is None else max(self._now.version, withdrawn.version)
+        withdrawn = self.now.withdrawn
+        return self.now.version if withdrawn is None else max(self.now.version, withdrawn.version)

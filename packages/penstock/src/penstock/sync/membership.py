@@ -10,7 +10,7 @@ import contextlib
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -22,7 +22,6 @@ from penstock.arguments import require_type, wrong
 from penstock.config import ConnectionSettings, Settings
 from penstock.digest.strip import Strips
 from penstock.errors import (
-    MALFORMED,
     FormatError,
     HubUnavailable,
     NotFound,
@@ -34,8 +33,8 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.hub.client import TIMEOUT_S, HubClient
-from penstock.hub.messages import Fault, MemberSession, SessionRequest, SyncMember, Upstream, sync_key
-from penstock.peer.client import PeerClient, refusal_of
+from penstock.hub.messages import MemberSession, SessionRequest, SyncMember, Upstream, sync_key
+from penstock.peer.client import PeerClient
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode
 from penstock.sync import messages
@@ -223,6 +222,9 @@ class Membership:
 class SyncClient(PeerClient):
     """A session with one member. Any thread may call it, but it sends one request at a time."""
 
+    # Only members of a sync send the statuses 409 and 410.
+    refusals: Mapping[int, type[PenstockError]] = {**PeerClient.refusals, 409: PlanError, 410: StaleDescriptor}
+
     def __init__(
         self,
         other: SyncMember,
@@ -350,31 +352,16 @@ class SyncClient(PeerClient):
             reply = self._ask("POST", f"{self._session_path}/{route}", kind, full)
         return reply
 
-    def _ask(self, verb: str, path: str, kind: type[T], body: object = None) -> T:
-        encoded = None if body is None else msgspec.msgpack.encode(body)
-        with self._requesting:
-            code, raw = self._send(verb, path, encoded)
-        if code == 204 and kind is type(None):
-            return None
-        if code in _KINDS:
-            fault = _fault(raw)
-            raise _KINDS[code](fault.error, uri=self._uri(), hint=fault.hint or None)
-        if code != 200:
-            raise refusal_of(self._uri(), code, raw)
-        try:
-            return self._decode(raw, kind)
-        except MALFORMED as error:
-            raise FormatError(f"cannot decode the peer's reply: {error}", uri=self._uri()) from error
-
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        was_open = self._connection is not None and self._connection.is_open
-        try:
-            return super()._send(verb, path, body)
-        except PeerLost:
-            # Retry once, because the server closes idle connections. A repeated `pack` only uses a second buffer.
-            if not was_open:
-                raise
-            return super()._send(verb, path, body)
+        with self._requesting:
+            was_open = self._connection is not None and self._connection.is_open
+            try:
+                return super()._send(verb, path, body)
+            except PeerLost:
+                # Retry once, because the server closes idle connections. A repeated `pack` only uses a second buffer.
+                if not was_open:
+                    raise
+                return super()._send(verb, path, body)
 
     def close(self) -> None:
         """Close the connection. The member ends a session that sends no requests for some time. Idempotent."""
@@ -392,14 +379,3 @@ def name_of_strips(*columns: bytes) -> bytes:
     for column in columns:
         digest.update(column)
     return digest.digest(length=16)
-
-
-_KINDS: dict[int, type[PenstockError]] = {409: PlanError, 410: StaleDescriptor}
-"""Errors that only members of a sync send, in addition to those of `PeerClient`."""
-
-
-def _fault(raw: bytes) -> Fault:
-    try:
-        return msgspec.msgpack.decode(raw, type=Fault)
-    except MALFORMED:
-        return Fault(error="the peer gave no reason")

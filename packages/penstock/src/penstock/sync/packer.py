@@ -20,6 +20,7 @@ from penstock.digest.strip import Strips, memory_at, pack_strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, StaleDescriptor
 from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena
+from penstock.peer.local_weights import close_handles
 from penstock.plan.packing import NUM_BUFFERS
 from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, encode
@@ -109,7 +110,7 @@ class Packer(Closeable):
             pool.buffers.append(buffer)
             is_closed = self._is_closed
         if is_closed:
-            _close_handles([buffer])
+            close_handles([buffer.handles])
             raise StaleDescriptor("this rank stopped serving its memory")
         return buffer
 
@@ -146,8 +147,7 @@ class Packer(Closeable):
                 start = np.zeros(len(strips), np.int64)
                 src = source.address + strips.at
                 plan_pack(dst, src, strips.run_bytes, strips.pitch, start, nbytes, device).run()
-                done = torch.cuda.Event()
-                done.record(stream)
+                done = stream.record_event()
         wait_events([done], FILL_S, work="packing")
 
     def grant(self, buffer: _Buffer) -> tuple[dict[str, bytes], str]:
@@ -192,13 +192,7 @@ class Packer(Closeable):
         """Close the registrations and release the memory. Idempotent."""
         with self._changed:
             self._is_closed = True
-            buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
+            handles = [buffer.handles for pool in self._pools.values() for buffer in pool.buffers]
             self._pools.clear()
             self._changed.notify_all()
-        _close_handles(buffers)
-
-
-def _close_handles(buffers: Sequence[_Buffer]) -> None:
-    for buffer in buffers:
-        for handle in buffer.handles.values():
-            handle.close()
+        close_handles(handles)
