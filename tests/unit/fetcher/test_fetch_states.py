@@ -91,7 +91,7 @@ class Holder:
         self.num_flying = 0
         self.not_before = self.last_read = 0.0
         self.step_chunks = 2
-        self.suspect: int | None = None
+        self.suspect_chunk: int | None = None
         self.posted: list[Read] = []
         self.silence = StallTimer()
         errors = {"full": SourceBusy("all places are taken"), "refuses": PermissionDenied("the grant is not valid")}
@@ -126,9 +126,6 @@ class Holder:
         self.last_read = time.monotonic()
 
     def note_transport_used(self, transport: object, source: object) -> None: ...
-
-    def note_wrong_chunk(self, chunk: int) -> None:
-        self.suspect = chunk
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
         if not is_read:

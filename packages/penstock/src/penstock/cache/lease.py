@@ -55,11 +55,9 @@ class LeaseRenewal:
                 except SourceStalled:
                     # A suspended cache process still holds its memory, so the tensors stay valid.
                     continue
-                except PermissionDenied as error:
-                    self._become(LeaseState.LOST, f"the lease expired: {error.message}")
-                    return
                 except PenstockError as error:
-                    self._become(LeaseState.LOST, error.message)
+                    head = "the lease expired: " if isinstance(error, PermissionDenied) else ""
+                    self._become(LeaseState.LOST, head + error.message)
                     return
                 if reply.state == "damaged":
                     # Keep renewing the lease, because the cache frees device memory when the lease ends.

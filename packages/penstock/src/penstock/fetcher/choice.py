@@ -12,14 +12,6 @@ from penstock.peer.local_weights import Bools
 from penstock.types import I64
 
 
-def _ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-    orders = reply.orders or (tuple(range(len(reply.upstreams))),)
-    return {
-        upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
-        for i, upstream in enumerate(reply.upstreams)
-    }
-
-
 class ChunkChoice:
     """The upstreams of a fetch, and the chunks that are present or being read. The owner's lock guards this object."""
 
@@ -35,7 +27,11 @@ class ChunkChoice:
         if reply.is_placed or not self._is_placed:
             self._is_placed = reply.is_placed
             self.num_trees = max(1, len(reply.orders))
-            return _ranks_of(reply)
+            orders = reply.orders or (tuple(range(len(reply.upstreams))),)
+            return {
+                upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
+                for i, upstream in enumerate(reply.upstreams)
+            }
         # A restarted hub names arbitrary holders, so keep the parents by ranking new upstreams last.
         ranks = {reader.upstream.member: reader.ranks for reader in self.readers}
         behind = 1 + max((rank for by_tree in ranks.values() for rank in by_tree if rank != UNNAMED), default=-1)

@@ -75,9 +75,7 @@ class ClaimLoop(msgspec.Struct, eq=False):
                 self.hub.note_failure(error)
                 wait_s = 0.0 if self.hub.state is HubState.REFUSES else wait_s
             self._closing.wait(wait_s if ranges else max(wait_s, self.hub.rest_s))
-        self._return_claim()
-
-    def _return_claim(self) -> None:
+        # Return the claim after storage has failed.
         while not self.assignment.can_read_storage and not self._closing.is_set():
             try:
                 self.member.claim(self.weights, ask=False)
@@ -91,7 +89,8 @@ class ClaimLoop(msgspec.Struct, eq=False):
         patience_s = self.stall_s / 2 if state is HubState.AWAY else 0.75 * self.stall_s
         must_skip = state is HubState.REFUSES or self.starved.seconds > patience_s
         if must_skip and self.hub.become(HubState.UNUSED):
-            self.provenance.read_without_claim(self.hub.answer)
+            self.provenance.faults.append(f"hub: {self.hub.answer}; storage is read without a claim")
+            self.provenance.why_storage = f"read without a claim, the hub: {self.hub.answer}"
         return self.hub.state is HubState.UNUSED
 
     def _read(self, ranges: Ranges) -> bool:

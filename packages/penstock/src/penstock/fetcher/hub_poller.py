@@ -66,7 +66,8 @@ class HubPoller:
         self._first_claim: ClaimReply | None = None
         self._others_read_until = 0.0
         if assignment.can_read_storage and away is not None and self.become(HubState.UNUSED):
-            provenance.read_without_hub(away.message)
+            provenance.faults.append(f"hub: {away.message}; storage is read without the fleet")
+            provenance.why_storage = f"no hub responded: {away.message}"
 
     def become(self, state: HubState) -> bool:
         """Change the state, and return whether it changed. Only a reply from the hub ends the state UNUSED."""

@@ -52,16 +52,6 @@ class Provenance(msgspec.Struct):
             received[key] = received.get(key, 0) + nbytes
         return received
 
-    def read_without_claim(self, reason: str) -> None:
-        """Record that storage is read without a claim because the hub refused or did not respond."""
-        self.faults.append(f"hub: {reason}; storage is read without a claim")
-        self.why_storage = f"read without a claim, the hub: {reason}"
-
-    def read_without_hub(self, reason: str) -> None:
-        """Record that this member could not join the fleet, so that storage is read."""
-        self.faults.append(f"hub: {reason}; storage is read without the fleet")
-        self.why_storage = f"no hub responded: {reason}"
-
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress. The message names the sources that were tried."""
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
 
-from penstock.engine.run import LEAST_BYTES, Run, RunState, StallTimer, guarded
+from penstock.engine.run import LEAST_BYTES, Item, Run, RunState, StallTimer, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
@@ -283,15 +283,16 @@ class FetchRun(Run):
         """Queue received chunks for verification."""
         with self._lock:
             self._received.append(arrival)
-        self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
+        first, nbytes = int(arrival.chunks[0]), self.nbytes_of(arrival.chunks)
+        self._verifying.post(Item(first, f"verify {first}", nbytes, start=self._verify))
 
-    def verify(self) -> int:
-        """Verify a batch of received chunks and let other members read them. Return the number of verified bytes."""
+    def _verify(self) -> None:
+        """Verify a batch of received chunks and let other members read them."""
         with self._lock:
             batch = next_batch(self._received, NUM_VERIFYING)
         # An earlier work item may have verified all waiting chunks in its batch.
         if not batch:
-            return 0
+            return
         good = []
         for entry, wrong in verify(self._weights, batch):
             if len(wrong):
@@ -301,7 +302,6 @@ class FetchRun(Run):
         self._note(good)
         if self._weights.is_whole:
             self.ticket.finish()
-        return sum(nbytes for _, nbytes in good)
 
     def _note(self, good: Sequence[tuple[ReceivedChunks, int]]) -> None:
         weights = self._weights
@@ -324,7 +324,7 @@ class FetchRun(Run):
             bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="download the files again")
             self._claims.fail(bad, arrival.chunks)
             return
-        reader.note_wrong_chunk(wrong)
+        reader.suspect_chunk = wrong
         reader.fail(IntegrityError(message, uri=f"penstock:{reader.upstream.member}"))
         self.release_chunks(arrival.chunks)
 
@@ -443,25 +443,3 @@ class ReadFromUpstream:
     def abandon(self) -> None:
         """Unregister the read, because the fetch has ended."""
         self._fetch.end_read(self)
-
-
-class VerifyReceived:
-    """A work item that verifies a batch of received chunks. The batch is chosen when the item runs."""
-
-    __slots__ = ("_fetch", "name", "nbytes", "priority")
-
-    def __init__(self, fetch: FetchRun, first_chunk: int) -> None:
-        self.priority = first_chunk
-        self.name = f"verify {first_chunk}"
-        self.nbytes = 0
-        self._fetch = fetch
-
-    def start(self) -> None:
-        """Verify a batch. See `FetchRun.verify`."""
-        self.nbytes = self._fetch.verify()
-
-    def finish(self) -> None:
-        """Do nothing, because `start` has recorded the chunks."""
-
-    def abandon(self) -> None:
-        """Do nothing, because the item has no resources."""

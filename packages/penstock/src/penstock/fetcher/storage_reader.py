@@ -123,7 +123,3 @@ class StorageReader:
     def check_unchanged(self) -> None:
         """Raise an error if the files changed during the fetch. See `LoadSession.check_unchanged`."""
         self._session.check_unchanged()
-
-    def close(self) -> None:
-        """Close the session. Idempotent."""
-        self._session.close()

@@ -102,8 +102,14 @@ def fetch_model(
 ) -> FetchReport:
     """Join the fleet of a model and fetch the model as `fetch_to_files` does. If no hub responds, read the fallback."""
     before = None if to is None else _directory_at(OutputPlace.at(to).path)
+    # Without a fallback the hub is required, and the error from `join` describes the hub's problem best.
+    needs_hub = fallback is None
     try:
-        return _fetch_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
+        with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
+            report = fetch_to_files(
+                fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace
+            )
+            return report if needs_hub or fleet.member.away is not None else _explained(fleet, report)
     except KeyboardInterrupt as interrupt:
         # The interrupt may arrive after the files are published, during the wait for readers.
         if to is not None and _directory_at(to) != before:
@@ -120,24 +126,6 @@ def _directory_at(path: str | os.PathLike[str]) -> int | None:
     with contextlib.suppress(OSError):
         return os.stat(path).st_ino
     return None
-
-
-def _fetch_model(
-    model: str,
-    connection: ConnectionSettings,
-    revision: str,
-    fallback: str | None,
-    timeout_s: float | None,
-    *,
-    to: str | os.PathLike[str] | None,
-    device: str | int | torch.device,
-    replace: bool,
-) -> FetchReport:
-    # Without a fallback the hub is required, and the error from `join` describes the hub's problem best.
-    needs_hub = fallback is None
-    with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
-        report = fetch_to_files(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)
-        return report if needs_hub or fleet.member.away is not None else _explained(fleet, report)
 
 
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:

@@ -109,7 +109,9 @@ class UpstreamReader:
         self._closing = threading.Event()
         self._news_wanted = threading.Event()
         self._generation = -1
-        self._suspect_chunk: int | None = None
+        # A wrong chunk, which the holder is asked to digest again when this reader ends. The hub does not trust a
+        # reader's report about another member's bytes. A corrupt holder stops serving.
+        self.suspect_chunk: int | None = None
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
@@ -263,11 +265,6 @@ class UpstreamReader:
         if max_bytes_per_s:
             self._check_minimum(max_bytes_per_s, "sends at most")
 
-    def note_wrong_chunk(self, chunk: int) -> None:
-        """Remember a wrong chunk, which the holder is asked to digest again when this reader ends."""
-        # The hub does not trust a reader's report about another member's bytes. A corrupt holder stops serving.
-        self._suspect_chunk = chunk
-
     def fail(self, error: PenstockError) -> None:
         """Stop using the upstream. Keep the first error without its traceback."""
         # The traceback's frames would keep the destination memory allocated until the cyclic collector runs.
@@ -296,10 +293,10 @@ class UpstreamReader:
                 try:
                     self._read_log(peer)
                 finally:
-                    if self._suspect_chunk is not None:
+                    if self.suspect_chunk is not None:
                         # SourceBusy is expected: the holder detected the corruption and stopped serving.
                         with contextlib.suppress(PenstockError):
-                            peer.recheck(self._suspect_chunk)
+                            peer.recheck(self.suspect_chunk)
         except PenstockError as error:
             # While this reader is closing, the error only means that the request was aborted.
             if not self._closing.is_set():

@@ -123,7 +123,11 @@ class HubApp:
         if handlers is None:
             without_slash = path.rstrip("/")
             if without_slash != path and self._handlers_of(without_slash, scope) is not None:
-                return _redirect_to(without_slash)
+
+                async def redirect(request: Request) -> Response:
+                    return RedirectResponse(str(URL(scope={**request.scope, "path": without_slash})))
+
+                return redirect
             raise RouteRefused(404, "Not Found")
         if method not in handlers:
             raise RouteRefused(405, "Method Not Allowed", headers={"Allow": ", ".join(sorted(handlers))})
@@ -155,10 +159,3 @@ class HubApp:
                 headers["Retry-After"] = "1"
         self._count_refusal(status)
         return Response(msgspec.json.encode(fault), status, headers, "application/json")
-
-
-def _redirect_to(path: str) -> Handler:
-    async def redirect(request: Request) -> Response:
-        return RedirectResponse(str(URL(scope={**request.scope, "path": path})))
-
-    return redirect
