@@ -29,7 +29,8 @@ from penstock.hub.messages import (
 from penstock.hub.store import MemoryStore
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest, RankProgress
-from penstock.sync.publish.registered import OfferOptions, Registered
+from penstock.sync.publish.offer import OfferOptions
+from penstock.sync.publish.registered import Registered
 from penstock.timing import Timing
 from penstock.transport.choose import PeerLinks
 from penstock.transport.loopback import LoopbackTransport

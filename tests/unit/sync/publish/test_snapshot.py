@@ -17,7 +17,7 @@ from penstock.digest.strip import Strips, strip_digests
 from penstock.errors import DestinationError, VersionRefused
 from penstock.sync.copy_plan import MemoryCopy
 from penstock.sync.publish import offer
-from penstock.sync.publish.fill import fill
+from penstock.sync.publish.fill import Batch, fill
 from penstock.sync.publish.offer import VersionSnapshot
 from penstock.transport.choose import PeerLinks, open_links
 from penstock.types import I64
@@ -117,17 +117,14 @@ def test_each_row_byte_is_in_one_strip(rows: list[tuple[int, int, int]], gap: in
     assert gap or covered.sum() == wanted.sum()
 
 
-class LoggedBatch:
-    """A batch on a device or on the host that logs its calls."""
+def logged_batch(number: int, log: list[str], *, on_device: bool) -> Batch:
+    """Return a batch on a device or on the host that logs when it is queued."""
 
-    def __init__(self, number: int, log: list[str], *, on_device: bool) -> None:
-        self.rows = np.array([number])
-        self._log = log
-        self._on_device = on_device
+    def queue() -> list[torch.cuda.Event]:
+        log.append(f"queue {number}")
+        return [CompletedEvent()] if on_device else []  # type: ignore[list-item]
 
-    def queue(self) -> list[torch.cuda.Event]:
-        self._log.append(f"queue {self.rows[0]}")
-        return [CompletedEvent()] if self._on_device else []  # type: ignore[list-item]
+    return np.array([number]), queue
 
 
 class CompletedEvent:
@@ -139,11 +136,11 @@ class CompletedEvent:
 
 def test_device_batches_are_queued_ahead_of_completion() -> None:
     log: list[str] = []
-    batches = [LoggedBatch(i, log, on_device=True) for i in range(4)]
+    batches = [logged_batch(i, log, on_device=True) for i in range(4)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
     assert log == [*("queue 0", "queue 1", "queue 2", "ready 0", "queue 3", "ready 1"), *("ready 2", "ready 3")]
     log.clear()
-    batches = [LoggedBatch(i, log, on_device=False) for i in range(2)]
+    batches = [logged_batch(i, log, on_device=False) for i in range(2)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
     assert log == ["queue 0", "ready 0", "queue 1", "ready 1"]
 

@@ -11,7 +11,7 @@ from tests.unit.sync.moved import move
 
 from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.sync.messages import TableReply
-from penstock.sync.publish.offer import Offer
+from penstock.sync.publish.offer import Offer, OfferOptions
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
 from penstock.sync.receive.target import select_tensors
 from penstock.sync.shards import Shard, ShardRow, declared
@@ -140,8 +140,8 @@ def test_transform_patterns_select_format_per_tensor() -> None:
 
 
 def offer(rows: Sequence[ShardRow], **options: object) -> Offer:
-    arguments = {"keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None} | options
-    return Offer(rows, arguments.pop("transforms", "fp8-block128"), **arguments)  # type: ignore[arg-type]
+    defaults = {"transforms": "fp8-block128", "keep_plain": True, "world_size": 1, "copies": None, "memory_bytes": None}
+    return Offer(rows, OfferOptions(arena=False, pack_bytes=0, **(defaults | options)))  # type: ignore[arg-type]
 
 
 def test_transform_memory_above_limit_raises() -> None:

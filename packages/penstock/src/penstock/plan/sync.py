@@ -18,8 +18,6 @@ from penstock.errors import PlanError
 from penstock.plan.intersect import (
     MAX_LISTED,
     Boxes,
-    BoxPieces,
-    BoxStrips,
     Groups,
     Match,
     intersect,
@@ -340,21 +338,8 @@ def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_byt
     # A byte that is read twice or not at all would silently make a weight wrong.
     prove_coverage(boxes[matched.wanted.values], pieces.want, pieces.boxes)
     laid = strips(matched.forms, matched.held.values[pieces.held], matched.wanted.values[pieces.want], pieces.boxes)
-    return _assembled(matched, pieces, laid, holdings, wants, bucket_bytes)
-
-
-def _assembled(
-    matched: Match,
-    pieces: BoxPieces,
-    laid: BoxStrips,
-    holdings: Sequence[Layout],
-    wants: Sequence[Layout],
-    bucket_bytes: int,
-) -> SyncPlan:
-    """Return the plan's columns, with strips sorted by pattern and wanted rows by bucket.
-
-    A pattern is a kind of tensor in a wanted form. A receiver's rows with the same pattern share the pattern's strips.
-    """
+    # A pattern is a kind of tensor in a wanted form. A receiver's rows with the same pattern share its strips. Strips
+    # are sorted by pattern, and wanted rows by bucket.
     pattern = pieces.want[laid.piece]
     first = np.searchsorted(pattern, np.arange(len(matched.wanted.values) + 1))
     team = matched.held_team[pieces.held[laid.piece]]

@@ -119,9 +119,7 @@ class MemoryCopy:
             with torch.cuda.device(region.device), torch.cuda.stream(stream):
                 region.queue()
                 # The stall deadline counts from the last completed region.
-                event = torch.cuda.Event()
-                event.record(stream)
-                events.append(event)
+                events.append(stream.record_event())
         return events
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from penstock.cuda.events import is_passed
+from penstock.cuda.events import is_passed, record_events
 from penstock.digest.cuda import SCRATCH_BYTES, StripTable, plan_strips, warm_up
 from penstock.digest.strip import Strips, memory_at, strip_digests
 from penstock.errors import DeviceOutOfMemory
@@ -54,8 +54,7 @@ class Digester:
             on_device = self._table(memory, strips).digest()
             on_host = torch.empty(len(on_device), dtype=torch.int64, pin_memory=True)
             on_host.copy_(on_device, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+            done = self._stream.record_event()
         done.synchronize()
         return np.asarray(on_host.numpy()).view(np.uint64)
 
@@ -95,12 +94,6 @@ def _new_stream(device: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _event_on(device: str) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 @functools.cache
 def _stream_of_wholes(device: str) -> torch.cuda.Stream | None:
     # Use one stream per process, because torch reserves the freed 64 MiB of scratch for its stream.
@@ -130,7 +123,7 @@ def digests_of(memories: Sequence[Memory]) -> U64:
             pitch=sizes,
         )
         whole = Memory(address=base.address, nbytes=nbytes, device=device, owner=some)
-        after = [_event_on(device)] if device.startswith("cuda") else []
+        after = record_events([device] if device.startswith("cuda") else [])
         try:
             out[mine] = digester.digests(whole, strips, after=after)
         except torch.OutOfMemoryError as error:
@@ -157,7 +150,7 @@ class PrecomputedDigests:
             self._known = {}
         if not requested:
             return
-        if self._live.device != "cpu" and not is_passed(_event_on(self._live.device), stall_s):
+        if self._live.device != "cpu" and not is_passed(record_events([self._live.device])[0], stall_s):
             return
         at, run_bytes, num_rows, pitch = np.frombuffer(b"".join(requested), np.int64).reshape(-1, 4).T
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -25,10 +26,6 @@ Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
 version."""
 
 
-def _no_terms(asker: str, request: PartRequest, epoch: str, version: int) -> Granted:
-    return Granted(version=version, epoch=epoch)
-
-
 LayoutToken = tuple[str, ...]
 
 
@@ -44,10 +41,11 @@ class Planner(msgspec.Struct, eq=False, dict=True):
     version_status: VersionStatus
     ours: Callable[[], Layout | None]
     checkpoint: Callable[[], TableReply | None] = lambda: None
-    terms: Terms = _no_terms
+    terms: Terms = lambda asker, request, epoch, version: Granted(version=version, epoch=epoch)
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
+        self._plan = partial(plan_sync, bucket_bytes=self.bucket_bytes)
         # Planning takes seconds and holds only `_planning`. `_lock` guards the tables, so that no request waits.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
@@ -224,9 +222,6 @@ class Planner(msgspec.Struct, eq=False, dict=True):
             # The requester's tensors do not match, so plan for the requester alone to raise the error.
             return _EncodedPlan(self._plan(layouts, [wants[asker][1]]))
         return cached
-
-    def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:
-        return plan_sync(layouts, wants, bucket_bytes=self.bucket_bytes)
 
     def _fits(self, layouts: Sequence[Layout], want: Layout) -> bool:
         try:

@@ -33,6 +33,21 @@ from penstock.transport.protocol import Memory
 from penstock.types import GIB, I64
 
 
+class OfferOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options for a rank's `Offer`. See `publisher`."""
+
+    copies: str | None
+    """Where to copy the rows to, `device` or `cpu`. None means no copies."""
+    transforms: Transforms | None
+    """Formats of tagged rows. If None, serve only rows without a tag."""
+    keep_plain: bool
+    arena: bool
+    memory_bytes: int | None
+    """Limit in bytes for the copies and the transformed tensors together."""
+    pack_bytes: int
+    world_size: int
+
+
 class Offer:
     """The rows that one rank serves. An offer is a context manager.
 
@@ -40,28 +55,15 @@ class Offer:
         memories: the memory that a snapshot copies, including the tagged rows if the copy is in host memory.
         filled: regions of tagged rows that are not copied.
         is_copied: whether the tagged rows are filled and then copied.
-
-    Args:
-        transforms: see `publisher`. If None, serve only rows without a tag.
-        copies: where to copy `memories` to, `device` or `cpu`. None means no copies.
-        memory_bytes: limit in bytes for the copies and the transformed tensors together.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[ShardRow],
-        transforms: Transforms | None,
-        *,
-        keep_plain: bool,
-        world_size: int,
-        copies: str | None,
-        memory_bytes: int | None,
-    ) -> None:
+    def __init__(self, rows: Sequence[ShardRow], options: OfferOptions) -> None:
+        transforms, copies, world_size = options.transforms, options.copies, options.world_size
         chosen = () if transforms is None else choose(transforms, rows)
         if transforms is not None and not chosen and world_size == 1:
             raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns or the tags")
         names = {choice.row.name for choice in chosen}
-        self.plain = tuple(row for row in rows if keep_plain or row.name not in names)
+        self.plain = tuple(row for row in rows if options.keep_plain or row.name not in names)
         self.memories = regions_of(self.plain)
         nbytes, boundary_bytes = required_bytes(chosen)
         # The device quantises, so a snapshot on the host copies the tagged rows after the device has filled them.
@@ -69,7 +71,7 @@ class Offer:
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + boundary_bytes
         # Check the limit before allocating, so that a rejected publisher uses none of the trainer's memory.
-        if memory_bytes is not None and needed > memory_bytes:
+        if options.memory_bytes is not None and needed > options.memory_bytes:
             message = (
                 f"publishing needs {copied} bytes for copies, {nbytes} for transformed tensors and {boundary_bytes} "
                 "for blocks at the edges of shards"
@@ -130,17 +132,7 @@ MOST_PRECOMPUTED = 64
 """Maximum number of regions whose digests the device computes during the copy. Each takes half a millisecond."""
 
 
-class _CopyBatch(msgspec.Struct, frozen=True, eq=False):
-    """Rows that are copied together."""
-
-    rows: I64
-    copy: MemoryCopy
-
-    def queue(self) -> list[torch.cuda.Event]:
-        return self.copy.queue()
-
-
-def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) -> Iterator[_CopyBatch]:
+def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) -> Iterator[tuple[I64, MemoryCopy]]:
     first: I64 = np.cumsum([0, *(memory.nbytes for memory in src)], dtype=np.int64)
     span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
     order = layer_order(layout.names)[0]
@@ -149,7 +141,7 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
     for number in np.unique(batch).tolist():
         rows = order[batch == number]
-        yield _CopyBatch(rows, MemoryCopy(dst, src, _spans(layout.offset[rows], span[rows], first), streams))
+        yield rows, MemoryCopy(dst, src, _spans(layout.offset[rows], span[rows], first), streams)
 
 
 def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
@@ -227,8 +219,13 @@ class VersionSnapshot(Closeable):
         """
         self.local_version.fence()
         if self._copy is not None:
+
+            def digest_requested() -> None:
+                for digests in self._precomputed:
+                    digests.look(stall_s)
+
             # Compute digests on the device while the copy engine moves the bytes to the host.
-            seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
+            seconds = self._copy.run(stall_s=stall_s, meanwhile=digest_requested)
             self.local_version.begin(version, metadata)
             self.local_version.ready(rows)
             announce()
@@ -239,15 +236,11 @@ class VersionSnapshot(Closeable):
         self.local_version.begin(version, metadata)
         announce()
         # Queue all copies now, because readers' requests would delay copies that are queued later.
-        num_ahead = len(self._batches)
+        batches = [(rows, copy.queue) for rows, copy in self._batches]
         ready = partial(self.local_version.ready, is_written=True)
-        fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
+        fill(batches, ready, stall_s=stall_s, work="copy", num_ahead=len(batches))
         ready(rows)
         return time.perf_counter() - begun
-
-    def _digest_requested(self, stall_s: float) -> None:
-        for digests in self._precomputed:
-            digests.look(stall_s)
 
     def close(self) -> None:
         """End the registrations and release the memory. Idempotent."""

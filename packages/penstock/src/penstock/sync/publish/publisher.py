@@ -28,12 +28,13 @@ from penstock.sync.check import encode_values
 from penstock.sync.commit_rules import Stragglers, refusal
 from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
-from penstock.sync.messages import Decision, PartRequest
+from penstock.sync.messages import Decision, PartRequest, RankProgress
 from penstock.sync.part_outcome import Granted, NotYet, Withdrawn
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.announcements import Announcements
-from penstock.sync.publish.registered import OfferOptions, Registered, warn_of_state_dict
+from penstock.sync.publish.offer import OfferOptions
+from penstock.sync.publish.registered import Registered, warn_of_state_dict
 from penstock.sync.publish.state import NEXT, PublisherState
 from penstock.sync.publish.strategy import OnePhase, Strategy, TrainerRank, TwoPhase
 from penstock.sync.publish.transformed import Transforms
@@ -408,7 +409,9 @@ class Publisher(Closeable):
             return Withdrawn(version=version, epoch=epoch, decision=refused)
         decide_s = progress.decide_s(version)
         if decide_s is not None and not request.can_wait:
-            progress.cannot_wait(member, version)
+            # The subscriber has no staging copy in which the version could wait for the decision.
+            why = "it cannot keep a version staged, because its mode is direct or its release is older"
+            progress.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
             return NotYet(version=version, epoch=epoch, why=f"version {version} is not decided yet")
         check = progress.check_of(version) if request.wants_check else b""
         later = self._announcements.status.now.withdrawn

@@ -304,11 +304,6 @@ class SubscriberProgress:
                 state.expected.pop(member, None)
                 self._changed.notify_all()
 
-    def cannot_wait(self, member: str, version: int) -> None:
-        """Record that a subscriber has no staging copy in which a version could wait for the decision."""
-        why = "it cannot keep a version staged, because its mode is direct or its release is older"
-        self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
-
     def cancel(self, why: str) -> None:
         """Abort the wait for undecided versions. Versions with a two-phase commit are withdrawn."""
         with self._changed:

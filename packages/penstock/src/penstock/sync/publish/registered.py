@@ -14,30 +14,16 @@ from penstock.lifecycle import Closeable
 from penstock.logs import log_named
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
+from penstock.report import names_text
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership
 from penstock.sync.placed import Placed, is_at
-from penstock.sync.publish.offer import Offer, VersionSnapshot
-from penstock.sync.publish.transformed import Transforms
+from penstock.sync.publish.offer import Offer, OfferOptions, VersionSnapshot
 from penstock.sync.shards import Declarable, ShardRow, declared, layout_of, regions_of, to_arenas
 from penstock.transport.protocol import Memory
 from penstock.transport.storages import RegisteredStorages
 
-_LISTED = 5
-
 log = log_named("penstock.sync")
-
-
-class OfferOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options for a rank's `Offer`. See `publisher`."""
-
-    copies: str | None
-    transforms: Transforms | None
-    keep_plain: bool
-    arena: bool
-    memory_bytes: int | None
-    pack_bytes: int
-    world_size: int
 
 
 class _Registration(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -84,7 +70,7 @@ class Registered(Closeable):
         self._rows = declared(params)
         self._placed = Placed(params)
         # Create the offer before registering, because a process with an invalid offer must not join a fleet.
-        self._offer: Offer | None = self._make_offer()
+        self._offer: Offer | None = Offer(self._rows, options)
 
     def register(self, member: Member) -> None:
         """Register the tensors with the transports of this process. Call this first."""
@@ -157,21 +143,10 @@ class Registered(Closeable):
             rows = declared(self._params)
         self._rows = rows
         self._placed.refresh()
-        offer = self._make_offer()
+        offer = Offer(rows, self._options)
         self._register(offer)
         self._offer = offer
         return True
-
-    def _make_offer(self) -> Offer:
-        options = self._options
-        return Offer(
-            self._rows,
-            options.transforms,
-            keep_plain=options.keep_plain,
-            world_size=options.world_size,
-            copies=options.copies,
-            memory_bytes=options.memory_bytes,
-        )
 
     def _register(self, offer: Offer) -> None:
         with contextlib.ExitStack() as stack:
@@ -220,7 +195,7 @@ def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
     if were == are:
         return
     names = sorted({box[0] for box in were ^ are})
-    some = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    some = names_text(names, 5)
     raise ConfigError(
         f"tensors changed their dtype or shape, disappeared or appeared since the publisher was created: {some}",
         tensor=names[0],

@@ -28,11 +28,6 @@ class TrainerRank(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     announcements: Announcements
     progress: SubscriberProgress
 
-    @property
-    def stall_s(self) -> float:
-        """Return the deadline for progress in seconds."""
-        return self.membership.stall_s
-
     def subscribers(self) -> list[str]:
         """Return the subscribers to wait for. Call this before the version is announced."""
         # A receiver may report as soon as the version is announced, so list the subscribers first.
@@ -52,13 +47,13 @@ class TrainerRank(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         local_version, snapshot = registered.local_version, registered.snapshot
         # Fill the tagged rows first, because a copy in host memory contains them too.
         if snapshot is not None and offer.is_copied:
-            offer.fill(version, epoch, lambda rows: None, stall_s=self.stall_s)
+            offer.fill(version, epoch, lambda rows: None, stall_s=self.membership.stall_s)
         copy_s = 0.0
         if snapshot is None:
             local_version.begin(version, metadata)
             local_version.ready(offer.plain_rows)
             # Wait for the rows, because receivers would otherwise request digests before every read.
-            local_version.settle(self.stall_s)
+            local_version.settle(self.membership.stall_s)
             self.announcements.begin(version)
         else:
             copy_s = snapshot.snapshot(
@@ -66,11 +61,11 @@ class TrainerRank(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 rows=None if offer.is_copied else offer.plain_rows,
                 metadata=metadata,
                 announce=partial(self.announcements.begin, version),
-                stall_s=self.stall_s,
+                stall_s=self.membership.stall_s,
             )
         # Receivers read rows without a tag while tagged rows are filled, and wait only for the tagged rows they need.
         if not offer.is_copied:
-            offer.fill(version, epoch, partial(local_version.ready, is_written=True), stall_s=self.stall_s)
+            offer.fill(version, epoch, partial(local_version.ready, is_written=True), stall_s=self.membership.stall_s)
         return copy_s
 
     def end_reads(self) -> None:
@@ -98,7 +93,7 @@ class OnePhase(msgspec.Struct, frozen=True):
         if rank.rank != 0:
             return rank.decided(version)
         is_gone = partial(rank.membership.has_left, max_age_s=rank.membership.timing.group_list_s)
-        return rank.progress.wait(version, stall_s=rank.stall_s, is_gone=is_gone)
+        return rank.progress.wait(version, stall_s=rank.membership.stall_s, is_gone=is_gone)
 
 
 class TwoPhase(msgspec.Struct, frozen=True):
@@ -130,7 +125,7 @@ class TwoPhase(msgspec.Struct, frozen=True):
         proposal = verdict.decision(rank.announcements.epoch, version)
         try:
             # A withdrawal need not be recorded, because no subscriber goes live without a recorded commit.
-            return rank_group.recorded(rank.membership, proposal, rank.stall_s if verdict.is_commit else 0.0)
+            return rank_group.recorded(rank.membership, proposal, rank.membership.stall_s if verdict.is_commit else 0.0)
         except PenstockError as error:
             if not verdict.is_commit:
                 return proposal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -99,10 +99,7 @@ class Transformed:
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
         mine, parts, boundary = _lay_out(chosen)
-        tensors = _allocate(_specs(parts))
-        buffers = _allocate(
-            [(choice.row.tensor.device, choice.row.tensor.dtype, edge.shape) for choice, edge in boundary]
-        )
+        tensors, buffers = _allocate(_specs(parts)), _allocate(_boundary_specs(boundary))
         self.nbytes, self.boundary_bytes = required_bytes(chosen)
         self.rows = tuple(
             row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
@@ -112,7 +109,12 @@ class Transformed:
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for (choice, edge), buffer in zip(boundary, buffers, strict=True):
             by_chosen.setdefault(id(choice), []).append((edge, buffer))
-        self.wants = tuple(want for choice in mine for want in _wants(choice, by_chosen.get(id(choice), ())))
+        self.wants = tuple(
+            row_of(choice.row.name, cut(buffer, _from(box, edge)), choice.row.form.shape, box.start)
+            for choice in mine
+            for edge, buffer in by_chosen.get(id(choice), ())
+            for box in foreign(choice.row.form.box, edge)
+        )
         self._batches = tuple(_batches(mine, tensors, by_chosen, bucket_bytes))
         for device in {
             job.source.device for batch in self._batches for fusion in batch.fusions for job in fusion.jobs[:1]
@@ -123,14 +125,14 @@ class Transformed:
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
         """Quantise the current parameters, layer by layer. The boundary buffers must already be filled."""
-        fill(self._batches, ready, stall_s=stall_s, work="batch of quantising")
+        batches = ((batch.rows, batch.queue) for batch in self._batches)
+        fill(batches, ready, stall_s=stall_s, work="batch of quantising")
 
 
 def required_bytes(chosen: Sequence[Chosen]) -> tuple[int, int]:
     """Return the size of the codes and scales of the chosen rows, and of their boundary buffers, in bytes."""
     _, parts, boundary = _lay_out(chosen)
-    buffers = [(choice.row.tensor.device, choice.row.tensor.dtype, edge.shape) for choice, edge in boundary]
-    return _arena_bytes(_specs(parts)), _arena_bytes(buffers)
+    return _arena_bytes(_specs(parts)), _arena_bytes(_boundary_specs(boundary))
 
 
 _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
@@ -151,6 +153,10 @@ def _outputs(choice: Chosen, box: Box) -> tuple[FormatOutput, ...]:
 
 def _specs(parts: Sequence[tuple[Chosen, FormatOutput]]) -> list[_Spec]:
     return [(choice.row.tensor.device, torch_dtype(part.dtype), part.box.shape) for choice, part in parts]
+
+
+def _boundary_specs(boundary: Sequence[tuple[Chosen, Box]]) -> list[_Spec]:
+    return [(choice.row.tensor.device, choice.row.tensor.dtype, edge.shape) for choice, edge in boundary]
 
 
 def _nbytes(spec: _Spec) -> int:
@@ -184,12 +190,6 @@ def _inside(choice: Chosen) -> Box:
 def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
     inside = _inside(choice)
     return foreign(inside, choice.owned) if inside.num_elements else (choice.owned,)
-
-
-def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[ShardRow]:
-    for edge, buffer in boundary:
-        for box in foreign(choice.row.form.box, edge):
-            yield row_of(choice.row.name, cut(buffer, _from(box, edge)), choice.row.form.shape, box.start)
 
 
 def _from(box: Box, outer: Box) -> Box:

@@ -27,6 +27,7 @@ from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
+from penstock.report import names_text
 from penstock.sync.memory_digests import MemoryDigests, named_tensors
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.staged import Staged
@@ -40,8 +41,6 @@ from penstock.sync.shards import ShardRow
 from penstock.timing import Timing
 from penstock.transport.choose import PeerLinks
 from penstock.types import U64, Box, DType
-
-_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,9 +319,8 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
             filled[at] = name
     lacking = [name for name, mine in rows.items() if any(home.get(number, number) not in filled for number in mine)]
     if lacking:
-        more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
         raise PlanError(
-            f"the stored version lacks {', '.join(lacking[:_LISTED])}{more}",
+            f"the stored version lacks {names_text(lacking, 10)}",
             mutated=True,
             hint="pass a stored version that contains all tensors of the publishers",
         )

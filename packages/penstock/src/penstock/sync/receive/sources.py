@@ -218,11 +218,6 @@ class SourceRead(msgspec.Struct, eq=False, dict=True):
         """Return the reasons why no nearer transport is used."""
         return "; ".join(dict.fromkeys(why for _, _, why in self._routes.values() if why))
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether all rows of the source were ready when it sent its map."""
-        return self.link.map.is_ready
-
     def near_device(self, step: Step) -> str | None:
         """Return the local device that reads a step from a device on this host, or None."""
         # Check only the first read, because a step's regions are nearly always on one device.

@@ -23,6 +23,7 @@ from penstock.report import names_text
 from penstock.sync.copy_plan import StagingCopy, aliases_of
 from penstock.sync.local_version import LocalVersion, VersionRegions
 from penstock.sync.messages import TableReply
+from penstock.sync.receive.staged import UpdateOptions
 from penstock.sync.recording.layout import Load, Recording, live_tensors
 from penstock.sync.recording.loader_run import user_code
 from penstock.sync.recording.requirements import Requirements, record, wanted
@@ -202,23 +203,14 @@ class ReceiveBuffers:
     """The memory that receives versions: the target's memory, and in staged mode a staging copy.
 
     Raises:
-        BudgetTooSmall: the staging copy needs more than `memory_bytes`.
+        BudgetTooSmall: the staging copy needs more than `options.memory_bytes`.
         ConfigError, DeviceOutOfMemory, DestinationError: no transport reaches the memory, or allocation fails.
     """
 
-    def __init__(
-        self,
-        requirements: Requirements,
-        member: str,
-        links: PeerLinks,
-        *,
-        staged: bool,
-        serve: bool,
-        memory_bytes: int | None,
-    ) -> None:
-        memories = regions_of(requirements.rows)
+    def __init__(self, requirements: Requirements, member: str, links: PeerLinks, options: UpdateOptions) -> None:
+        memories, staged = regions_of(requirements.rows), options.staged
         needed = sum(memory.nbytes for memory in memories)
-        if staged and memory_bytes is not None and needed > memory_bytes:
+        if staged and options.memory_bytes is not None and needed > options.memory_bytes:
             raise BudgetTooSmall(f"the staging copy of a version needs {needed} bytes", minimum_bytes=needed)
         self.wanted = requirements
         # The random address identifies this registration, so that a planner does not reuse old descriptors.
@@ -233,7 +225,7 @@ class ReceiveBuffers:
         self.staging_copy: StagingCopy | None = None
         self._spare: VersionRegions | None = None
         try:
-            if serve or not staged:
+            if options.serve or not staged:
                 self.local_version = LocalVersion(self.layout, registered, links)
             elif aliases is not None:
                 self._spare = VersionRegions(aliases, links)

@@ -32,7 +32,6 @@ from penstock.plan.sync import (
     ReceiverPlan,
     step_bytes,
 )
-from penstock.sync.commit_rules import MAX_REASON_CHARS
 from penstock.sync.local_version import VersionRegions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import RankProgress
@@ -292,7 +291,7 @@ class _TransferRun(Run):
             self._advance()
             self._assign()
         for number, source in self._reads.items():
-            if source.is_ready and not self._asks_first:
+            if source.link.map.is_ready and not self._asks_first:
                 for steps in self._windows.digest_requests(number, ASK_BYTES):
                     start = partial(self._request_digests, source, steps)
                     self._ask.post(Item(steps[0].window, f"ask {source.member}", 0, start=start))
@@ -370,7 +369,7 @@ class _TransferRun(Run):
 
     def _read_step(self, source: SourceRead, step: Step) -> None:
         missing: Step | None = step
-        if self._asks_first or not source.is_ready:
+        if self._asks_first or not source.link.map.is_ready:
             wanted = self._digests_of(source, step.theirs)
             self._note_digests(step, wanted)
             if self._delta is not None:
@@ -481,13 +480,6 @@ def reporting_progress(
     finally:
         over.set()
         reporter.join()  # no report may arrive after the next attempt has begun
-
-
-def report_failed(membership: Membership, request: tuple[str, int] | None, error: BaseException) -> None:
-    """Report a failure to the planner of the last request, so that a publish does not wait for this receiver."""
-    if request is not None:
-        planner, version = request
-        report(membership, planner, RankProgress(version=version, outcome="failed", why=str(error)[:MAX_REASON_CHARS]))
 
 
 def report(membership: Membership, planner: str, progress: RankProgress) -> None:

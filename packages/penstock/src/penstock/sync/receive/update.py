@@ -47,7 +47,6 @@ from penstock.sync.receive.transfer import (
     ChangedRanges,
     Transfer,
     report,
-    report_failed,
     reporting_progress,
     require_planned,
 )
@@ -258,7 +257,11 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             # The caller waits and calls again, so this does not count as a failure of the version.
             raise
         except BaseException as error:
-            report_failed(self.membership, self._request, error)
+            # Report the failure, so that a publish does not wait for this receiver.
+            if self._request is not None:
+                planner, of = self._request
+                why = str(error)[:MAX_REASON_CHARS]
+                report(self.membership, planner, RankProgress(version=of, outcome="failed", why=why))
             raise
 
     def _attempts(self, version: int | None, pause: Callable[[int], None], begun: float) -> Staged:
@@ -456,7 +459,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         if isinstance(outcome, NotYet):
             raise NotFound(outcome.why)
         if isinstance(outcome, Granted) and outcome.part is not None:
-            self._forget_transfer()
+            self._transfer = self._tied = None
             names = buffers.layout.names
             self._tied = TiedRows(decode(outcome.part, ReceiverPlan), buffers.wanted.tied, names, buffers.into)
             self._transfer = Transfer(
@@ -544,26 +547,16 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             metadata=metadata,
         )
 
-    def _forget_transfer(self) -> None:
-        self._transfer = self._tied = None
-
     def _allocate(self, requirements: Requirements) -> ReceiveBuffers:
-        member, options = self.membership.member, self.options
-        buffers = ReceiveBuffers(
-            requirements,
-            member.id,
-            member.links,
-            staged=options.staged,
-            serve=options.serve,
-            memory_bytes=options.memory_bytes,
-        )
+        member = self.membership.member
+        buffers = ReceiveBuffers(requirements, member.id, member.links, self.options)
         self._storages = RegisteredStorages(buffers.memories)
         return buffers
 
     def free(self) -> list[tuple[Strips, U64]]:
         """Close the registrations, free the staging memory, and return the live version's strips with their digests."""
         proven, self._live_proven = self._live_proven, []
-        self._forget_transfer()
+        self._transfer = self._tied = None
         if self.buffers is not None:
             self.buffers.close()
             self.buffers = None
@@ -597,7 +590,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
     def close(self) -> None:
         """Close the registrations and stop the threads. Idempotent."""
         with self._threads:
-            self._forget_transfer()
+            self._transfer = self._tied = None
             if self.buffers is not None:
                 self.buffers.close()
 
