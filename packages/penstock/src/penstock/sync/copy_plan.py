@@ -91,7 +91,8 @@ class MemoryCopy:
             strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
         strips.check(int(first[-1]))
         region = locate(first, strips.at, strips.stop)
-        self._regions = [_split(dst[i], src[i], strips[region == i], int(first[i])) for i in np.unique(region).tolist()]
+        used = sorted(set(region.tolist()))
+        self._regions = [_split(dst[i], src[i], strips[region == i], int(first[i])) for i in used]
         self._streams = streams_of([*dst, *src]) if streams is None else streams
         self.nbytes = int(strips.nbytes.sum())
 

@@ -139,7 +139,8 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
     order = order[layout.offset[order] + span[order] <= first[-1]]
     streams = streams_of(src)
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
-    for number in np.unique(batch).tolist():
+    # The first call of `np.unique` imports numpy.ma (see `LocalWeights.segments`).
+    for number in sorted(set(batch.tolist())):
         rows = order[batch == number]
         yield rows, MemoryCopy(dst, src, _spans(layout.offset[rows], span[rows], first), streams)
 
