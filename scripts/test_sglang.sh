@@ -17,13 +17,13 @@ build() {
     install_torch
     install -c constraints.txt $(workspace torch,hub,hf,dev) aiohttp apache-tvm-ffi==0.1.11 dill einops gguf ipython \
         modelscope openai==3.54.0 orjson partial-json-parser==0.2.1.1.post7 pillow psutil pybase64 python-multipart \
-        pyzmq requests sentencepiece==0.2.3 setproctitle tqdm uvloop
+        pyzmq requests sentencepiece==0.2.3 setproctitle soundfile==0.14.0 tqdm uvloop xgrammar==0.2.7
     # transformers and SGLang import torchvision, whose wheels are for CUDA; without them its operators do not exist,
     # and this file of it refuses to be imported.
     install --no-deps torchvision==0.29.2
     : > "$("$venv/bin/python" -c 'import importlib.util as u; print(u.find_spec("torchvision").submodule_search_locations[0])')/_meta_registrations.py"
 }
-build_once "$sglang $torch 1" build
+build_once "$sglang $torch 2" build
 
 # Nothing is compiled when it is installed: what one process compiles the next must find.
 unset PYTHONDONTWRITEBYTECODE

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 adapter_syncs.py serve MODEL URL
     torchrun --nproc-per-node 2 adapter_syncs.py merge MODEL
-    python adapter_syncs.py llm MODEL
+    python adapter_syncs.py llm MODEL OPTIONS
 
 After each version, rank 0 compares the server's log-probabilities with those of a whole model, or the merged weights
 with PEFT's own, and prints the differences.
@@ -180,21 +180,12 @@ def merge(directory: str) -> None:
     publisher.close()
 
 
-def in_process(directory: str) -> None:
+def in_process(directory: str, options: str) -> None:
     """Load versions into vLLM's `LLM` in this process, and compare its log-probabilities."""
     from vllm import LLM, SamplingParams
 
     model = make(directory)
-    llm = LLM(
-        model=directory,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=192,
-        enable_lora=True,
-        max_loras=2,
-        max_lora_rank=16,
-    )
+    llm = LLM(**json.loads(options))
     engine = VllmEngine(llm)
     asked = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
     with (

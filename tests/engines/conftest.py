@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.engines.device import ON_GPU
+from tests.engines.vllm_engines import LONG_PROMPT, NUM_TOKENS, Answer, EngineProcess
 from tests.support.fork_server import ForkServer
 from tests.support.ports import free_ports
 
@@ -68,6 +70,43 @@ def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_llama() -> Callable[..., Path]:
     return write_llama
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a model of a kind in BF16: `compiled` is dense, `experts`, or `fp8`."""
+
+    def write(kind: str) -> Path:
+        from tests.engines import tiny
+
+        from penstock_convert.convert import convert
+
+        directory = tmp_path_factory.mktemp(kind)
+        source = tiny.write("qwen3_moe" if kind == "experts" else "llama", directory / "source")
+        if kind != "fp8":
+            return source
+        # vLLM has no CPU kernel for blocks.
+        convert(source, directory / "fp8", to="fp8-block128" if ON_GPU else "fp8-channel", devices="cpu", workers=1)
+        return directory / "fp8"
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def fresh(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
+    """Return, for each version, the answer of a vLLM engine that was started with it."""
+    from tests.engines.vllm_trainers import weights
+
+    directory = tmp_path_factory.mktemp("fresh")
+    found = {}
+    with EngineProcess(directory) as engines:
+        for version in (1, 2, 4):
+            model = directory / str(version)
+            weights(llama, version).save_pretrained(model)
+            found[version] = engines.start(LONG_PROMPT, model=str(model), max_model_len=192)
+            assert len(found[version].tokens) == NUM_TOKENS, found[version].error
+    assert len({answer.tokens for answer in found.values()}) == 3
+    return found
 
 
 @pytest.fixture(scope="session")

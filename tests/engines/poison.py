@@ -1,6 +1,7 @@
 """A vLLM worker extension that destroys the weights, as a sleep of level 2 does on a GPU.
 
 vLLM's CPU workers ignore sleep, so a test destroys the weights itself. Buffers stay, because vLLM restores them.
+On a GPU a test destroys the copies that vLLM makes in host memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ class Poison:
                 layer.cpu_linear = _scaled(linear)
                 count += 1
         return count
+
+    def poison_backups(self) -> int:
+        """Destroy what vLLM's allocator copied to the host, and return the number of copies."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocated = CuMemAllocator.get_instance().pointer_to_data.values()
+        backups = [one.cpu_backup_tensor for one in allocated if one.cpu_backup_tensor is not None]
+        for backup in backups:
+            backup.random_()
+        return len(backups)
 
     def staging_versions(self) -> int:
         """Return the version in the staging model."""

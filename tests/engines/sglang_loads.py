@@ -1,11 +1,11 @@
-"""Load models with SGLang's own loaders on the CPU, as its launcher and its scheduler do. `test_sglang` runs this.
+"""Load models with SGLang's own loaders, as its launcher and its scheduler do. `test_sglang` runs this.
 
     python sglang_loads.py CASES.json [--schedulers]
 
 CASES.json is a list of {"arguments": [...], "out": FILE, "update": PATH}. This process resolves the arguments as the
 launcher does. A spawned process loads each model as a scheduler does, updates it from PATH if there is one, and saves
 its state dict. With --schedulers, each case runs in SGLang's own scheduler process, and these processes stay until
-stdin ends. SGLang's kernels cannot be installed without a GPU, so a package whose functions raise replaces them.
+stdin ends. Without a GPU, a package whose functions raise replaces SGLang's kernels.
 Loading calls none of these functions.
 """
 
@@ -20,7 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from penstock.errors import PenstockError
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 class Kernels(types.ModuleType):
@@ -37,7 +42,8 @@ class Kernels(types.ModuleType):
 
 
 # This is at module level, because a spawned process imports this module again.
-sys.modules.setdefault("sgl_kernel", Kernels("sgl_kernel"))
+if not ON_GPU:
+    sys.modules.setdefault("sgl_kernel", Kernels("sgl_kernel"))
 
 
 def environment(directory: Path, endpoint: str) -> dict[str, str]:
@@ -54,8 +60,8 @@ def environment(directory: Path, endpoint: str) -> dict[str, str]:
         "HF_HOME": str(directory / "hf"),
         "SGLANG_CACHE_DIR": str(directory / "cache"),
         "SGLANG_PLUGINS": "penstock,penstock_runai",
-        "SGLANG_USE_CPU_ENGINE": "1",
         "PENSTOCK_PROGRESS": "0",
+        **({} if ON_GPU else {"SGLANG_USE_CPU_ENGINE": "1"}),
     }
 
 
@@ -66,8 +72,9 @@ def resolve(arguments: Sequence[str]) -> Any:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
+    attention = "triton" if ON_GPU else "torch_native"
     fixed = [
-        *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--skip-tokenizer-init"),
+        *("--device", DEVICE, "--attention-backend", attention, "--dtype", "float32", "--skip-tokenizer-init"),
         *("--max-total-tokens", "256", "--mem-fraction-static", "0.1"),
     ]
     resolved = prepare_server_args([*arguments, *fixed])
@@ -93,9 +100,13 @@ def loader(number: int, arguments: Any) -> tuple[Any, Callable[[], Any]]:
     if number == 0:
         place = tempfile.mktemp(prefix="sglang-")
         init_distributed_environment(
-            world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"file://{place}"
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            backend="nccl" if ON_GPU else "gloo",
+            distributed_init_method=f"file://{place}",
         )
-        initialize_model_parallel(backend="gloo")
+        initialize_model_parallel(backend="nccl" if ON_GPU else "gloo")
         initialize_dp_attention_flags(arguments)
     load_config = build_load_config(
         server_args=arguments,
@@ -109,15 +120,13 @@ def loader(number: int, arguments: Any) -> tuple[Any, Callable[[], Any]]:
     config = ModelConfig.from_server_args(arguments)
 
     def load() -> Any:
-        return get_model(model_config=config, load_config=load_config, device_config=DeviceConfig("cpu", 0))
+        return get_model(model_config=config, load_config=load_config, device_config=DeviceConfig(DEVICE, 0))
 
     return config, load
 
 
 def load_all(cases: list[tuple[Any, str, str | None]]) -> None:
     """Load each model, update it if a path is given, and save its state dict or its error."""
-    import torch
-
     for number, (arguments, out, update) in enumerate(cases):
         try:
             config, load = loader(number, arguments)
@@ -141,7 +150,7 @@ def updater_of(model: Any, config: Any) -> Any:
 
     return WeightUpdater(
         tp_rank=0,
-        device="cpu",
+        device=DEVICE,
         gpu_id=0,
         model_config=config,
         custom_weight_loaders={},

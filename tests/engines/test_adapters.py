@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines.device import NUM_WORKERS, vllm_environ, vllm_options
 from tests.engines.vllm_server import serving
 
 pytestmark = [
@@ -56,10 +57,10 @@ def run_ranks(runtime: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_in_process_vllm_serves_each_adapter_version(model: Path, runtime: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    options = vllm_options(model=str(model), max_model_len=192, enable_lora=True, max_loras=2, max_lora_rank=16)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "llm", str(model)],
-        env={**environ, "VLLM_CACHE_ROOT": str(tmp_path / "cache")},
+        [sys.executable, str(SCRIPT), "llm", str(model), json.dumps(options)],
+        env=vllm_environ(tmp_path, PENSTOCK_RUNTIME_DIR=runtime, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
         capture_output=True,
         text=True,
         timeout=600,
@@ -84,7 +85,7 @@ def test_server_serves_each_adapter_version(
     model: Path, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    with serving(model, runtime, tmp_path, num_workers=2, name=str(model), options=LORA) as server:
+    with serving(model, runtime, tmp_path, num_workers=NUM_WORKERS, name=str(model), arguments=LORA) as server:
         said = run_ranks(runtime, "serve", str(model), server.url)
     *versions, other_base, too_large, closed, moved = said
     assert [seen["version"] for seen in versions] == [1, 2, 3]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.engines.sglang_loads import environment
+from tests.engines.sglang_loads import DEVICE, environment
 from tests.support.servers.hugging_face import HuggingFaceServer
 
 import penstock as ps
@@ -70,7 +70,7 @@ def published(model: Path, name: str) -> Iterator[None]:
             rows = {key: slice(len(value) * rank // 2, len(value) * (rank + 1) // 2) for key, value in whole.items()}
             shards = {
                 key: ps.Shard(
-                    tensor=value[rows[key]].clone(),
+                    tensor=value[rows[key]].clone().to(DEVICE),
                     global_shape=tuple(value.shape),
                     offset=(rows[key].start, *(0 for _ in value.shape[1:])),
                 )

@@ -29,7 +29,7 @@ def test_server_receives_weights_of_each_version(
     subprocess.run([sys.executable, str(SCRIPT), "model", str(model)], check=True, timeout=300)
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "OMP_NUM_THREADS": "1"}
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    with serving(model, runtime, tmp_path, num_workers=1, name=str(model), options=()) as server:
+    with serving(model, runtime, tmp_path, num_workers=1, name=str(model), arguments=()) as server:
         command = [sys.executable, *ranks, str(SCRIPT), "sync", str(model), server.url, *options]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-8000:]

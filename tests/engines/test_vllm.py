@@ -1,110 +1,153 @@
-"""vLLM generates the same tokens with `--load-format penstock` as with its own loader. Each engine has a process."""
+"""vLLM generates the same tokens with `--load-format penstock` as with its own loader."""
 
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines.device import ON_GPU, vllm_environ, vllm_options
+from tests.engines.vllm_engines import Answer, EngineProcess
+from tests.support.keeper import KeeperProcess
 
+import penstock as ps
 from penstock.errors import ConfigError
 from penstock.spi import read_options
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-ENGINE = """
+RUNAI = """
 import json, sys
 
-arguments = json.loads(sys.argv[1])
-if arguments.pop("install_compat", False):
-    from penstock_hf import runai_streamer
-    runai_streamer.install()
+from penstock_hf import runai_streamer
+runai_streamer.install()
 
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    llm = LLM(
-        skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=128, seed=0, **arguments,
-    )
+    llm = LLM(**json.loads(sys.argv[1]))
     greedy = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
     (answer,) = llm.generate([{"prompt_token_ids": [1, 5, 9, 200, 17, 33, 2, 8]}], greedy)
     print("TOKENS", json.dumps(list(answer.outputs[0].token_ids)))
 """
 
 
-def run(directory: Path, environ: dict[str, str] | None = None, **arguments: Any) -> subprocess.CompletedProcess[str]:
-    script = directory / "engine.py"
-    script.write_text(ENGINE)
-    environ = {
-        **(os.environ if environ is None else environ),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": str(directory / "cache"),
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    command = [sys.executable, str(script), json.dumps(arguments)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
-
-
-def tokens(directory: Path, environ: dict[str, str] | None = None, **arguments: Any) -> list[int]:
-    done = run(directory, environ, **arguments)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
-    assert lines, done.stderr[-4000:]
-    found: list[int] = json.loads(lines[0].removeprefix("TOKENS "))
-    return found
+@pytest.fixture(scope="module")
+def engines(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    with EngineProcess(tmp_path_factory.mktemp("engines"), PENSTOCK_RUNTIME_DIR=runtime) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")
-def true_tokens(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    found = tokens(tmp_path_factory.mktemp("auto"), model=str(llama), load_format="auto")
-    assert len(set(found)) > 4
+def default(engines: EngineProcess, llama: Path) -> Answer:
+    """Return the answer of an engine that vLLM's default loader filled."""
+    found = engines.start(model=str(llama), load_format="auto")
+    assert len(set(found.tokens)) > 4, found.error
     return found
 
 
-def test_local_model_matches_tokens_from_default_loader(llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
-    assert tokens(tmp_path, model=str(llama), load_format="penstock") == true_tokens
+def test_local_model_matches_tokens_from_default_loader(engines: EngineProcess, llama: Path, default: Answer) -> None:
+    assert engines.start(model=str(llama), load_format="penstock").same(default)
+
+
+def test_checkpoint_with_flipped_bit_is_refused(
+    engines: EngineProcess, llama: Path, default: Answer, tmp_path: Path
+) -> None:
+    model = shutil.copytree(llama, tmp_path / "model")
+    ps.manifest(str(model))
+    assert engines.start(model=str(model), load_format="penstock").same(default)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    # vLLM's own loader does not notice.
+    assert not engines.start(model=str(model), load_format="auto").error
+    assert engines.start(model=str(model), load_format="penstock").error.startswith("IntegrityError")
+
+
+@pytest.mark.parametrize("kind", ["compiled", "experts", "fp8"])
+def test_kind_of_model_matches_default_loader(
+    kind: str, engines: EngineProcess, make_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = str(make_model(kind))
+    options = {"dtype": "bfloat16", "enforce_eager": kind != "compiled"}
+    default = engines.start(model=model, load_format="auto", **options)
+    assert len(set(default.tokens)) > 4, default.error
+    assert engines.start(model=model, load_format="penstock", **options).same(default)
+
+
+def test_model_in_weight_cache_matches_default_loader(
+    engines: EngineProcess, llama: Path, default: Answer, runtime: str
+) -> None:
+    with KeeperProcess([str(llama), "--model", "llama"], environ={"PENSTOCK_RUNTIME_DIR": runtime}, timeout_s=180):
+        options = {"weight_cache": "llama"}
+        found = engines.start(model=str(llama), load_format="penstock", model_loader_extra_config=options)
+    assert found.same(default)
+    assert "not attached" not in found.log
+
+
+def test_sleeping_engine_wakes_with_same_answer(engines: EngineProcess, sharded_llama: Path, default: Answer) -> None:
+    # vLLM's CPU workers keep the weights, and vLLM refuses the mode.
+    options = {"enable_sleep_mode": True} if ON_GPU else {}
+    found = engines.start(sleeps=(1, 2, 1), model=str(sharded_llama), load_format="penstock", **options)
+    assert found.same(default), found.error
 
 
 def test_sharded_model_with_options_matches_tokens_from_default_loader(
-    sharded_llama: Path, tmp_path: Path, true_tokens: list[int]
+    engines: EngineProcess, sharded_llama: Path, default: Answer
 ) -> None:
     options = {"memory_bytes": "32M", "verify": False}
-    arguments = {"load_format": "penstock", "model_loader_extra_config": options}
-    assert tokens(tmp_path, model=str(sharded_llama), **arguments) == true_tokens
+    found = engines.start(model=str(sharded_llama), load_format="penstock", model_loader_extra_config=options)
+    assert found.same(default)
 
 
-def test_tied_model_matches_tokens_from_default_loader(tied_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    true = tokens(tmp_path / "a", model=str(tied_llama), load_format="auto")
-    assert tokens(tmp_path, model=str(tied_llama), load_format="penstock") == true
+def test_tied_model_matches_tokens_from_default_loader(engines: EngineProcess, tied_llama: Path) -> None:
+    default = engines.start(model=str(tied_llama), load_format="auto")
+    assert len(default.tokens) == 24
+    assert engines.start(model=str(tied_llama), load_format="penstock").same(default)
 
 
 def test_object_store_model_matches_tokens_from_default_loader(
-    s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, true_tokens: list[int]
+    s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, default: Answer
 ) -> None:
-    assert tokens(tmp_path, s3_environment, model=s3_llama, load_format="penstock") == true_tokens
+    with EngineProcess(tmp_path / "engine", **s3_environment) as engines:
+        assert engines.start(model=s3_llama, load_format="penstock").same(default)
 
 
 @pytest.mark.parametrize("place", ["local", "s3"])
 def test_vllm_runai_loader_imports_compat_module(
-    place: str, llama: Path, s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, true_tokens: list[int]
+    place: str, llama: Path, s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, default: Answer
 ) -> None:
-    model = str(llama) if place == "local" else s3_llama
-    arguments = {"load_format": "runai_streamer", "install_compat": True}
-    assert tokens(tmp_path, s3_environment, model=model, **arguments) == true_tokens
+    script = tmp_path / "engine.py"
+    script.write_text(RUNAI)
+    options = vllm_options(model=str(llama) if place == "local" else s3_llama, load_format="runai_streamer")
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(options)],
+        env=vllm_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", **s3_environment),
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert lines, done.stderr[-4000:]
+    assert tuple(json.loads(lines[0].removeprefix("TOKENS "))) == default.tokens
 
 
-def test_unknown_option_error_contains_its_name(llama: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, model=str(llama), load_format="penstock", model_loader_extra_config={"memroy_bytes": 1})
-    assert done.returncode != 0
-    assert "memroy_bytes" in done.stderr
-    assert "memory_bytes" in done.stderr
+def test_unknown_option_error_contains_its_name(engines: EngineProcess, llama: Path) -> None:
+    options = {"memroy_bytes": 1}
+    error = engines.start(model=str(llama), load_format="penstock", model_loader_extra_config=options).error
+    assert "memroy_bytes" in error
+    assert "memory_bytes" in error
 
 
 @pytest.mark.parametrize(

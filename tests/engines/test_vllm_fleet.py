@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.engines.device import NUM_WORKERS
 from tests.engines.vllm_server import Server, serving
 
 import penstock as ps
@@ -29,7 +30,7 @@ weights differ by 0.1 and more."""
 def servers(llama: Path, runtime: str, tmp_path: Path) -> Iterator[dict[str, Server]]:
     with contextlib.ExitStack() as stack:
         found = {}
-        for name, num_workers in (("pair", 2), ("single", 1)):
+        for name, num_workers in (("pair", NUM_WORKERS), ("single", 1)):
             (tmp_path / name).mkdir()
             found[name] = stack.enter_context(serving(llama, runtime, tmp_path / name, num_workers=num_workers))
         yield found

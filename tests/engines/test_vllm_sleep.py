@@ -1,7 +1,7 @@
 """An engine that wakes from sleep serves complete weights or nothing, whatever its memory contained.
 
-vLLM's CPU workers ignore `sleep` and `wake_up`, so `poison` destroys the weights while the engine sleeps. vLLM's own
-allocator, which unmaps a GPU's memory, does not run here.
+vLLM's CPU workers ignore `sleep` and `wake_up`, so `poison` destroys the weights while the engine sleeps. On a GPU,
+vLLM's own allocator unmaps them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from tests.engines.test_vllm_sync import PROMPT, TRAINER, Trainer, trainer
+from tests.engines.device import NUM_WORKERS, ON_GPU
+from tests.engines.test_vllm_sync import Trainer, trainer
+from tests.engines.vllm_engines import LONG_PROMPT as PROMPT
 from tests.engines.vllm_server import Server, serving
+from tests.engines.vllm_trainers import weights
 
 pytestmark = [
     pytest.mark.engines,
@@ -28,11 +30,10 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 8
-SNAPSHOTS = TRAINER.replace('mode="live"', 'mode="snapshot"')
 
 
 class Engine:
-    """A server with two workers, and the tokens that it should generate with each version of the weights."""
+    """A server, and the tokens that it should generate with each version of the weights."""
 
     def __init__(self, server: Server, llama: Path) -> None:
         self.server, self._llama = server, llama
@@ -41,13 +42,7 @@ class Engine:
     @cache  # noqa: B019
     def expected(self, version: int | None) -> list[int]:
         """Return the tokens from transformers with a version's weights. None means the weights in the files."""
-        model = transformers.LlamaForCausalLM.from_pretrained(self._llama, dtype=torch.float32)
-        if version is not None:
-            torch.manual_seed(version)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.normal_(0, 0.3)
-        told = model.generate(
+        told = weights(self._llama, version).generate(
             torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         tokens: list[int] = told[0, len(PROMPT) :].tolist()
@@ -71,14 +66,19 @@ class Engine:
 
     def poison(self) -> None:
         told = self.server.post("/collective_rpc", method="poison")["results"]
-        # These are embeddings, norms, and two layers with four packed matrices, on each of two workers.
-        assert [int(count) > 8 for count in told] == [True, True]
+        # These are embeddings, norms, and two layers with four packed matrices, on each worker.
+        assert [int(count) > 8 for count in told] == [True] * NUM_WORKERS
 
     def sleep(self, level: int = 2) -> None:
         """Sleep, and destroy the weights."""
         self.server.post(f"/sleep?level={level}")
         assert self.version() == "none"
-        self.poison()
+        if not ON_GPU:
+            self.poison()
+            return
+        # vLLM's allocator has unmapped the weights, and at level 1 copied them to the host.
+        told = self.server.post("/collective_rpc", method="poison_backups")["results"]
+        assert [int(count) > 0 for count in told] == [level == 1] * NUM_WORKERS
 
     def serves(self, version: int | None, name: str) -> None:
         assert self.version() == name
@@ -98,10 +98,13 @@ def engine(llama: Path, runtime: str, tmp_path_factory: pytest.TempPathFactory) 
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{ROOT}:{before}"
     try:
-        options = ["--skip-tokenizer-init", "--worker-extension-cls", "tests.engines.poison.Poison"]
-        # The limit applies to host memory, on the CPU.
-        options += ["--gpu-memory-utilization", "0.3"]
-        with serving(llama, runtime, tmp_path_factory.mktemp("server"), num_workers=2, options=options) as server:
+        arguments = ["--skip-tokenizer-init", "--worker-extension-cls", "tests.engines.poison.Poison"]
+        options: dict[str, object] = {"enable_sleep_mode": True}
+        if not ON_GPU:
+            # The limit applies to host memory, and vLLM refuses the mode.
+            options = {"gpu_memory_utilization": 0.3}
+        directory = tmp_path_factory.mktemp("server")
+        with serving(llama, runtime, directory, num_workers=NUM_WORKERS, arguments=arguments, **options) as server:
             yield Engine(server, llama)
     finally:
         os.environ["PYTHONPATH"] = before
@@ -119,7 +122,7 @@ def test_weights_are_restored_before_first_request_after_wake(
     engine.serves(None, "default")
 
     server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 5.0})
-    with trainer(SNAPSHOTS, runtime, tmp_path, str(llama)) as first:
+    with trainer(runtime, tmp_path, "module", str(llama), "snapshot") as first:
         first.answer("LATEST")
         for version in (1, 2):
             engine.send(first, version)
@@ -127,7 +130,7 @@ def test_weights_are_restored_before_first_request_after_wake(
 
         # A request that arrives now waits. Only /wake_up lets it through.
         engine.sleep()
-        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"]
+        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1"] * NUM_WORKERS
         waiting = engine.asking()
         status, said = server.ask("/resume")
         assert (status, "is asleep" in str(said)) == (500, True), said
@@ -163,7 +166,7 @@ def test_weights_are_restored_before_first_request_after_wake(
         assert status == 500, said
         assert engine.version() == "none"
         assert not waiting.done()
-    with trainer(SNAPSHOTS, runtime, tmp_path, str(llama)) as second:
+    with trainer(runtime, tmp_path, "module", str(llama), "snapshot") as second:
         second.answer("LATEST")
         second.send("publish", 7)
         second.answer("publish")
@@ -176,7 +179,7 @@ def test_weights_are_restored_before_first_request_after_wake(
         assert engine.version() == "none"
         server.post("/wake_up")
         engine.serves(7, "7")
-        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"], (
+        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1"] * NUM_WORKERS, (
             "not received again"
         )
         engine.sleep(level=1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.engines.device import DEVICE, vllm_environ, vllm_options
 
 pytestmark = [
     pytest.mark.engines,
@@ -20,6 +20,7 @@ pytestmark = [
 ENGINES = """
 import json, sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch, transformers
 from vllm import LLM, SamplingParams
@@ -32,6 +33,7 @@ from penstock.loader.tensor import dtype_of
 from penstock.sync.recording.layout import fill
 from penstock.sync.recording.requirements import record
 from penstock.sync.recording.requirements import wanted
+from penstock_convert.convert import convert
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -48,6 +50,7 @@ CONFIGS = {
         moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=512, qk_rope_head_dim=64,
         qk_nope_head_dim=32, v_head_dim=32,
     ),
+    "fp8": lambda: transformers.LlamaConfig(**SMALL | {"hidden_size": 256, "intermediate_size": 256}),
 }
 
 
@@ -58,15 +61,19 @@ def written(config, directory, seed):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.normal_(0, 0.3)
-    model.save_pretrained(directory)
     from safetensors.torch import load_file
-    return load_file(f"{directory}/model.safetensors")
+    if kind == "fp8":
+        model.save_pretrained(f"{directory}-bf16")
+        # vLLM has no CPU kernel for blocks.
+        form = "fp8-channel" if device == "cpu" else "fp8-block128"
+        convert(f"{directory}-bf16", directory, to=form, devices="cpu", workers=1)
+    else:
+        model.save_pretrained(directory)
+    return {name: one for file in Path(directory).glob("*.safetensors") for name, one in load_file(file).items()}
 
 
 def engine(directory):
-    return LLM(
-        model=directory, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=64, seed=0
-    )
+    return LLM(model=directory, **options)
 
 
 def tokens(llm):
@@ -95,13 +102,14 @@ def requirements_for(staging, weights):
 
 
 if __name__ == "__main__":
-    kind, directory = sys.argv[1:]
+    kind, directory, device, options = sys.argv[1:]
+    options = json.loads(options)
     config = CONFIGS[kind]()
     first, second = (written(config, f"{directory}/{seed}", seed) for seed in (0, 1))
     llm = engine(f"{directory}/0")
     said = {"old": tokens(llm)}
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    staging = StagingModel(worker.get_model(), worker.vllm_config, "cpu")
+    staging = StagingModel(worker.get_model(), worker.vllm_config, device)
     said["lacking is named"] = lacks_a_name(staging, second)
     made = requirements_for(staging, second)
     staging.check(made)
@@ -117,17 +125,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["tied", "biases", "experts", "latent attention"])
+@pytest.mark.parametrize("kind", ["experts", "latent attention", "tied", "biases"])
 def test_staged_weights_match_fresh_engine(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)
-    environ = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    command = [sys.executable, str(script), kind, str(tmp_path)]
+    environ = vllm_environ(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    options = vllm_options(dtype="bfloat16", max_model_len=64)
+    command = [sys.executable, str(script), kind, str(tmp_path), DEVICE, json.dumps(options)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     assert lines, done.stderr[-4000:]

@@ -15,11 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.engines.device import vllm_arguments, vllm_environ
 from tests.support.ports import free_ports
 
 
 class Server:
-    """`vllm serve` in separate processes, and its routes."""
+    """A server of an engine in separate processes, and its routes."""
+
+    ready = "/is_paused"
+    """A route that answers when the engine serves."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, model: str) -> None:
         self.process, self.log, self.model = process, log, model
@@ -74,7 +78,7 @@ class Server:
         deadline = time.monotonic() + 480
         while True:
             with contextlib.suppress(OSError):
-                self.get("/is_paused")
+                self.get(self.ready)
                 return
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
             time.sleep(0.5)
@@ -88,23 +92,22 @@ def serving(
     *,
     num_workers: int,
     name: str = "policy",
-    options: Sequence[str] = ("--skip-tokenizer-init",),
+    arguments: Sequence[str] = ("--skip-tokenizer-init",),
+    **options: Any,
 ) -> Iterator[Server]:
-    """Run a server for a model, with its log and caches in `directory`."""
+    """Run a server for a model, with its log and caches in `directory`. The options are those of `vllm.LLM`."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
-    command += [*options, "--enforce-eager", "--dtype", "float32", "--max-model-len", "192"]
-    command += ["--block-size", "32", "--tensor-parallel-size", str(num_workers)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    usual = {"skip_tokenizer_init": False, "max_model_len": 192, "block_size": 32, "tensor_parallel_size": num_workers}
+    command += vllm_arguments(**usual | options)
     command += ["--weight-transfer-config", '{"backend": "penstock"}']
-    environ = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(num_workers))),
-        "VLLM_CACHE_ROOT": str(directory / "cache"),
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "PENSTOCK_RUNTIME_DIR": runtime,
-    }
+    environ = vllm_environ(
+        directory,
+        VLLM_SERVER_DEV_MODE="1",
+        VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(num_workers))),
+        PENSTOCK_RUNTIME_DIR=runtime,
+    )
     log = directory / "log"
     with log.open("wb") as written:
         process = subprocess.Popen(command, env=environ, stdout=written, stderr=written, start_new_session=True)
