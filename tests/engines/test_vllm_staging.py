@@ -125,7 +125,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["experts", "latent attention", "tied", "biases"])
+@pytest.mark.parametrize("kind", ["experts", "fp8", "latent attention", "tied", "biases"])
 def test_staged_weights_match_fresh_engine(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "engines.py"
     script.write_text(ENGINES)

@@ -99,7 +99,7 @@ def compiled(
         yield server
 
 
-@pytest.mark.parametrize(("mode", "memory"), [("live", "device")])
+@pytest.mark.parametrize(("mode", "memory"), [("live", "device"), ("snapshot", "host")])
 def test_updates_under_load_fail_no_request(
     mode: str,
     memory: str,
