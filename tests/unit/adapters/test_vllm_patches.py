@@ -12,10 +12,12 @@ import pytest
 from penstock import phases
 from penstock.phases import BootRecord
 from penstock_vllm.patches import (
+    add_weight_version,
     load_functions_of_torch,
     name_newest_adapter,
     receive_all_replies,
     report_phases,
+    run_updates_in_engine,
     salt_of,
     salt_requests,
 )
@@ -95,6 +97,100 @@ def test_engine_with_different_transfer_backend_is_not_patched() -> None:
         core.add_request(one)
         core.set_weight_version("2")
         assert one.cache_salt == "a"
+
+
+class CoreWithoutVersion:
+    """An engine core like vLLM's before 0.27, whose workers fail an update to version 13."""
+
+    def __init__(self, backend: str) -> None:
+        self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
+        self.scheduler = SimpleNamespace(requests={})
+
+    def preprocess_add_request(self, request: Any) -> Any:
+        return Request(request.cache_salt), 0
+
+    def add_request(self, request: Any, request_wave: int = 0) -> None:
+        self.scheduler.requests[id(request)] = request
+
+    def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[str]:
+        if method == "update_weights" and 13 in [info["version"] for info in (*args, *(kwargs or {}).values())]:
+            raise RuntimeError("not received")
+        return [method]
+
+    def update(self, version: int) -> None:
+        self.collective_rpc("start_weight_update")
+        self.collective_rpc("update_weights", kwargs={"update_info": {"version": version}})
+        self.collective_rpc("finish_weight_update")
+
+
+@pytest.mark.parametrize("backend", ["penstock", "nccl"])
+def test_core_without_version_salts_by_installed_version(backend: str) -> None:
+    class Core(CoreWithoutVersion):
+        get_weight_version: Any
+
+    for _ in range(2):
+        add_weight_version(Core, "penstock")
+        salt_requests(Core, "penstock")
+    core = Core(backend)
+    waiting = asked(core, "a")
+    core.add_request(waiting)
+    core.update(5)
+    with pytest.raises(RuntimeError, match="not received"):
+        core.update(13)
+    is_ours = backend == "penstock"
+    assert core.get_weight_version() == ("5" if is_ours else "default")
+    assert waiting.cache_salt == asked(core, "a").cache_salt == (salt_of("a", "5") if is_ours else "a")
+    core.collective_rpc("update_weights", args=({"version": 6},))
+    assert core.get_weight_version() == ("5" if is_ours else "default")  # received, but not installed
+    core.collective_rpc("finish_weight_update")
+    assert core.get_weight_version() == ("6" if is_ours else "default")
+
+
+@pytest.mark.parametrize("backend", ["penstock", "nccl"])
+def test_worker_with_own_steps_leaves_updates_to_engine(backend: str) -> None:
+    steps: list[str] = []
+
+    class Base:
+        def __init__(self) -> None:
+            self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=backend))
+
+    class OldWorker(Base):
+        """A worker like vLLM 0.24's, which removes the model's weights when an update starts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight_transfer_engine = SimpleNamespace(
+                start_weight_update=lambda: steps.append("engine starts"),
+                finish_weight_update=lambda: steps.append("engine installs"),
+            )
+            self._weight_update_active = False
+
+        def load_model(self) -> None: ...
+
+        def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+            if self._weight_update_active:
+                raise RuntimeError("an update is active")
+            self._weight_update_active = True
+            steps.append("weights removed" if is_checkpoint_format else "started")
+
+        def finish_weight_update(self) -> None:
+            self._weight_update_active = False
+            steps.append("finished")
+
+    for _ in range(2):
+        run_updates_in_engine(Base, "penstock")
+    worker = OldWorker()
+    worker.start_weight_update(is_checkpoint_format=True)
+    worker.finish_weight_update()
+    ours = ["started", "engine starts", "engine installs", "finished"]
+    assert steps == (ours if backend == "penstock" else ["weights removed", "finished"])
+    if backend == "penstock":
+        # An update that the engine refuses leaves no open update.
+        engine, worker.weight_transfer_engine = worker.weight_transfer_engine, SimpleNamespace()
+        with pytest.raises(AttributeError):
+            worker.start_weight_update()
+        worker.weight_transfer_engine = engine
+        worker.start_weight_update()
 
 
 class Queue:

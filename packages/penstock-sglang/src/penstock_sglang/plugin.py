@@ -7,7 +7,7 @@ of their directory. A file in the directory contains the URI of the weights, whi
 `/update_weights_from_disk` loads new weights from a path, from any URI, or from a trainer (`sync://NAME/VERSION`). The
 model changes only after all ranks have received and verified the version.
 
-Written for SGLang 0.5.23. In other versions of SGLang, unsupported parts of the integration are disabled.
+Tested with SGLang 0.5.15 to 0.5.23. In other versions of SGLang, unsupported parts of the integration are disabled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.spi import (
     pinned_uri,
     read_options,
 )
-from penstock_sglang import sleep
+from penstock_sglang import runtime, sleep
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def sglang_logger() -> Log:
     return log_named(LOGGER)
 
 
-PLUGIN = HostPlugin("sglang", supported="SGLang 0.5.23", log=sglang_logger)
+PLUGIN = HostPlugin("sglang", tested=("0.5.15", "0.5.23"), log=sglang_logger)
 """The parts of Penstock that this version of SGLang supports. The list is complete after `register`."""
 
 
@@ -108,8 +108,8 @@ def _add_uris() -> None:
 def _add_load_format() -> None:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.runtime_context import get_exec, get_model, get_parallel  # noqa: F401 - the loader needs them
 
+    runtime.require()
     try:
         from sglang.srt.arg_groups import choices
     except ImportError:
@@ -280,7 +280,7 @@ def _loader_class() -> type[Any]:
                     uri=model_config.model_path,
                     hint="use --load-format auto, or a checkpoint that is already quantised",
                 )
-            if sleep.may_release():
+            if runtime.may_release():
                 PLUGIN.require(SLEEP, feature="--enable-memory-saver with Penstock")
             import torch
 
@@ -294,7 +294,7 @@ def _loader_class() -> type[Any]:
             if not options:
                 # For `update_weights_from_disk`, SGLang creates a loader without options. Use the options that the
                 # server was started with.
-                options = loader_options(_published_extra())
+                options = loader_options(runtime.extra_config())
             if options.get("weight_cache") and (
                 not self._options or getattr(source.model_config, "is_draft_model", False)
             ):
@@ -394,19 +394,9 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
     return tensors
 
 
-def _published_extra() -> Mapping[str, Any]:
-    """Return the `--model-loader-extra-config` of this SGLang process."""
-    from sglang.srt.runtime_context import get_model
-
-    extra = get_model().model_loader_extra_config or {}
-    return json.loads(extra) if isinstance(extra, str) else extra
-
-
 def _rank() -> int:
     """Return this process's rank among one replica's processes on this host, all of which read the same checkpoint."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().world_group.local_rank)
+    return int(runtime.parallel().world_group.local_rank)
 
 
 def _device() -> str:
@@ -424,7 +414,5 @@ def _group() -> Any:
 
 def _parallel_group() -> Any:
     """Return SGLang's object for the tensor-parallel group, or None for a single rank."""
-    from sglang.srt.runtime_context import get_parallel
-
-    group = get_parallel().tp_group
+    group = runtime.parallel().tp_group
     return group if group.world_size > 1 else None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError, SourceUnavailable
 from penstock.spi import Log, kernels_ready
+from penstock_sglang import runtime
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ class SchedulerSleep:
         """
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-        from sglang.srt.runtime_context import get_exec, get_model  # noqa: F401 - the hooks need them
 
+        runtime.require()
         hooks: dict[str, Callable[..., Any]] = {
             "release_memory_occupation": self.release,
             "resume_memory_occupation": self.resume,
@@ -111,9 +112,7 @@ class SchedulerSleep:
         self._digests = None
 
     def _applies(self) -> bool:
-        from sglang.srt.runtime_context import get_model
-
-        return bool(get_model().load_format == self._load_format)
+        return bool(runtime.load_format() == self._load_format)
 
 
 def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
@@ -121,14 +120,7 @@ def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
 
     If SGLang may release the model's memory, the digest kernels are ready when the context exits.
     """
-    return kernels_ready(device, log) if may_release() else nullcontext()
-
-
-def may_release() -> bool:
-    """Return whether this process of SGLang may release the memory of its weights."""
-    from sglang.srt.runtime_context import get_exec
-
-    return bool(get_exec().features.enable_memory_saver)
+    return kernels_ready(device, log) if runtime.may_release() else nullcontext()
 
 
 def _has_weights(tags: list[str] | None) -> bool:

@@ -1,7 +1,7 @@
 """Restore vLLM's compiled code before its workers start, and save it after their warm-up.
 
 vLLM creates the executor in the engine core's process before it starts the workers, which inherit that process's
-environment. Ray workers on other hosts do not inherit the engine core's environment. Written for vLLM 0.32 and 0.33.
+environment. Ray workers on other hosts do not inherit the engine core's environment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
             _save(self.vllm_config, options, restored, log())
         return result
 
-    patch_once(executor, __init__=construct, compile_or_warm_up_model=warm_up)
+    step = "compile_or_warm_up_model"
+    allocate = getattr(executor, "initialize_from_config", None)
+    # Before vLLM 0.27, this method allocates the cache and then calls this step of the workers by name.
+    if not hasattr(executor, step) and allocate is not None and step in allocate.__code__.co_consts:
+        step = allocate.__name__
+    patch_once(executor, **{"__init__": construct, step: warm_up})
 
 
 def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:

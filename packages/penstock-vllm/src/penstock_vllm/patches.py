@@ -2,7 +2,7 @@
 
 Each function may be called repeatedly, because it patches a class only once. If a class lacks a method, the class stays
 unchanged and `patch_once` raises AttributeError. In engines that do not use Penstock, patched methods behave as before.
-This module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
+This module can be imported without vLLM.
 """
 
 from __future__ import annotations
@@ -34,6 +34,81 @@ def salt_of(own: str | None, version: str) -> str:
     The client's salt in `own` may already end with a version.
     """
     return f"{(own or '').partition(_MARK)[0]}{_MARK}{version}"
+
+
+def add_weight_version(core: type[Any], backend: str) -> None:
+    """Add the version of the weights to vLLM's engine core, if vLLM has none (before 0.27) and `backend` sends them."""
+    # If only one of the methods is missing, a newer vLLM has renamed it, and `salt_requests` reports the missing name.
+    if hasattr(core, "get_weight_version") or hasattr(core, "set_weight_version"):
+        return
+
+    def call(
+        original: Any, self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **named: Any
+    ) -> Any:
+        replies = original(self, method, timeout, args, kwargs, **named)
+        if is_sent_by(self.vllm_config, backend):
+            # A failed call does not get here.
+            if method == "update_weights":
+                (info,) = args or ((kwargs or {})["update_info"],)
+                self._penstock_received = str(info["version"])
+            elif method == "finish_weight_update":
+                self.set_weight_version(self._penstock_received)
+        return replies
+
+    def set_version(self: Any, weight_version: str) -> None:
+        self._weight_version = weight_version
+
+    def get_version(self: Any) -> str:
+        version: str = self._weight_version
+        return version
+
+    patch_once(core, collective_rpc=call)
+    names = {"_weight_version": "default", "set_weight_version": set_version, "get_weight_version": get_version}
+    for name, value in names.items():
+        setattr(core, name, value)
+
+
+def run_updates_in_engine(worker: type[Any], backend: str) -> None:
+    """Let the weight-transfer engine of `backend` run whole updates, as vLLM does since 0.25.
+
+    vLLM 0.24 gives the engine only the second of an update's three steps, and removes the model's weights in the first.
+    """
+
+    def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        if is_sent_by(getattr(self, "vllm_config", None), backend) and hasattr(self, "finish_weight_update"):
+            patch_once(self, **_steps_of(self))
+
+    # `report_phases` explains why the constructor is patched.
+    patch_once(worker, __init__=construct)
+
+
+def _steps_of(worker: Any) -> dict[str, Callable[..., Any]]:
+    """Return the replacements for a worker's methods that load the model, start an update, and finish the update."""
+
+    def load(original: Any, *arguments: Any, **named: Any) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        # The worker creates the engine here, and gives the engine only a part of the configuration.
+        with set_current_vllm_config(worker.vllm_config):
+            return original(*arguments, **named)
+
+    def start(original: Any, *_: Any, **__: Any) -> Any:
+        # With this argument, vLLM leaves the model as it is.
+        result = original(is_checkpoint_format=False)
+        try:
+            worker.weight_transfer_engine.start_weight_update()
+        except BaseException:
+            # The update did not start, so the next one may.
+            worker._weight_update_active = False
+            raise
+        return result
+
+    def finish(original: Any) -> Any:
+        worker.weight_transfer_engine.finish_weight_update()
+        return original()
+
+    return {"load_model": load, "start_weight_update": start, "finish_weight_update": finish}
 
 
 def salt_requests(core: type[Any], backend: str) -> None:

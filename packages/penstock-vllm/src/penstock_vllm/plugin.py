@@ -2,7 +2,7 @@
 
 `--load-format penstock` reads local, object-store and hub models through `penstock.stream`, with options from
 `--model-loader-extra-config`. vLLM's default loader still finds a local model's files, maps the tensors' names, and
-checks that every parameter was loaded. Written for vLLM 0.32 and 0.33. In other versions of vLLM, unsupported parts of
+checks that every parameter was loaded. Tested with vLLM 0.24 to 0.33. In other versions of vLLM, unsupported parts of
 the integration are disabled.
 """
 
@@ -66,7 +66,7 @@ REPLIES = "replies of all workers"
 COMPILE_CACHE = "compiled code of engines"
 SLEEP = "verified weights after a sleep"
 
-PLUGIN = HostPlugin("vllm", supported="vLLM 0.32 or 0.33", log=vllm_logger)
+PLUGIN = HostPlugin("vllm", tested=("0.24", "0.33"), log=vllm_logger)
 """The parts of Penstock that this version of vLLM supports. The list is complete after `register`."""
 
 
@@ -102,7 +102,15 @@ def _add_load_format() -> None:
 
 def _add_backend() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
+    if hasattr(WeightTransferEngine, "receive_sparse_weights"):
+        # vLLM 0.24
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        patches.run_updates_in_engine(WorkerBase, LOAD_FORMAT)
+    else:
+        _ = WeightTransferEngine.start_weight_update  # Fail now if an update has other steps, as before vLLM 0.24.
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
         # Register by name, so that only workers that use `weight_transfer` import it.
         engine = "penstock_vllm.weight_transfer", "PenstockWeightTransferEngine"
@@ -112,6 +120,7 @@ def _add_backend() -> None:
 def _salt_requests() -> None:
     from vllm.v1.engine.core import EngineCore
 
+    patches.add_weight_version(EngineCore, LOAD_FORMAT)
     patches.salt_requests(EngineCore, LOAD_FORMAT)
 
 

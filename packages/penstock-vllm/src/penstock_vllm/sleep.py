@@ -6,7 +6,7 @@ are loaded. Until the weights are verified, `resume` is refused, and requests wa
 `wake_up` that fails can be called again. `wake_up(tags=["weights"])` alone restores no weights, because a trainer may
 send a version before the last tag wakes.
 
-The module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
+The module can be imported without vLLM.
 """
 
 from __future__ import annotations

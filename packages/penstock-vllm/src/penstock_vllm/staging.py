@@ -132,8 +132,6 @@ class StagingModel(torch.nn.Module):
 
     def not_installed(self, wanted: Requirements) -> list[torch.nn.Parameter]:
         """Return the serving model's parameters that `install` leaves unchanged."""
-        from vllm.model_executor.model_loader.reload import meta
-
         sources = self._sources(self.unfilled(wanted))
         # vLLM processes and copies complete layers, except for tensors that it leaves in place.
         rewritten = {
@@ -141,7 +139,7 @@ class StagingModel(torch.nn.Module):
             for layer in self._layers
             if layer.is_among(sources)
             for name, tensor in layer.live._parameters.items()
-            if name not in meta.SKIP_LOAD_TENSORS or layer.name_of(name) in sources
+            if name not in _not_loaded() or layer.name_of(name) in sources
         }
         (model,) = self._model
         return [tensor for tensor in model.parameters() if id(tensor) not in rewritten]
@@ -193,9 +191,7 @@ class _StagedLayer:
 
     def lacking(self, filled: Collection[str]) -> list[str]:
         """Return the parameters that are not filled, except the scales of an attention layer's cache."""
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
-        if is_deferred_attention_layer(self.live):
+        if _is_attention(self.live):
             return []
         return [whole for name, whole in self.names() if name in self.staging._parameters and whole not in filled]
 
@@ -239,11 +235,11 @@ class _StagedLayer:
 @contextlib.contextmanager
 def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
     """Pass one complete tensor of a layer to vLLM's reload. After the layer's last tensor, vLLM processes the layer."""
-    from vllm.model_executor.model_loader.reload import layerwise, meta
+    from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     target = getattr(layer, name)
-    if name in meta.SKIP_LOAD_TENSORS:
+    if name in _not_loaded():
         target.data.copy_(value)
         yield
         return
@@ -261,7 +257,6 @@ def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
     """Return a layer's experts if they pack their own weights, or None if vLLM's reload is sufficient."""
     # vLLM's reload does not pack experts that are not quantised.
     from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -270,9 +265,29 @@ def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
     packing = getattr(type(experts), "process_weights_after_loading", None)
     if packing in (None, modular_kernel.FusedMoEExperts.process_weights_after_loading):
         return None
-    if not isinstance(experts, cpu_moe.CPUUnquantizedExperts):
+    # Before vLLM 0.28 there is no such class, and vLLM's reload packs these experts.
+    if not any(base.__name__ == "CPUUnquantizedExperts" for base in type(experts).__mro__):
         raise ConfigError(f"vLLM does not pack the weights of {type(experts).__name__} when it reloads them")
     return experts
+
+
+def _not_loaded() -> Collection[str]:
+    """Return the names of tensors that vLLM's reload leaves in place."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    # Since vLLM 0.27, `SKIP_TENSORS` also has biases, which stay in place but are loaded.
+    names: set[str] = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)
+    return names
+
+
+def _is_attention(layer: torch.nn.Module) -> bool:
+    """Return whether vLLM processes a layer after all other layers, because it is an attention layer."""
+    from vllm.model_executor.layers import attention
+
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(layer))
+    # Before vLLM 0.28, the reload compares these two classes.
+    return isinstance(layer, (attention.Attention, attention.MLAAttention))
 
 
 def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:

