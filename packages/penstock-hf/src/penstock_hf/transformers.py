@@ -309,7 +309,12 @@ def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mappi
 
     state = model.state_dict(keep_vars=True)
     filled = {name: state[name] for name in targets.values()}
-    penstock.load_into(filled, uri, rename=targets.__getitem__, **_read_arguments(arguments))
+    if is_remote(uri) or any(tensor.device.type != "cpu" for tensor in filled.values()):
+        penstock.load_into(filled, uri, rename=targets.__getitem__, **_read_arguments(arguments))
+        return
+    # On the CPU, let the model use the mapped files instead of a copy, as transformers does.
+    for name, tensor in penstock.load(uri, **_read_arguments(arguments)).items():
+        filled[targets[name]].data = tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
