@@ -1,11 +1,10 @@
 """Run a plug-in with the real modules of one release of its engine, and print what it does as JSON.
 
-    python host_releases.py vllm|sglang MODULES CHECKPOINT [NAMES]
+    python host_releases.py vllm|sglang MODULES CHECKPOINT
 
 MODULES is a directory with the engine's wheel, unpacked without its dependencies. A package that is not installed here
 is replaced by an empty module. The classes that the plug-in changes are the engine's own, and so are the loader that
-reads CHECKPOINT and the worker that receives versions from a trainer. NAMES is a JSON list of names. For each of them,
-the program removes the name from the engine, and then registers the plug-in, in a separate process.
+reads CHECKPOINT and the worker that receives versions from a trainer.
 
 `test_vllm_releases` and `test_sglang_releases` run this program, and compare its rows with the tables in the docs.
 """
@@ -338,10 +337,6 @@ def import_sglang() -> None:
     importlib.import_module("sglang.srt.server_args")
 
 
-def import_loader() -> None:
-    importlib.import_module("sglang.srt.model_loader.loader")
-
-
 def read_by_sglang(checkpoint: Path) -> dict[str, str]:
     """Return the digests of the tensors that SGLang's own loader passes to a model, in one process without ranks."""
     from sglang.srt import runtime_context
@@ -360,81 +355,31 @@ def read_by_sglang(checkpoint: Path) -> dict[str, str]:
 
 
 HOSTS: dict[str, Any] = {
-    "vllm": ("vllm.general_plugins", import_vllm, vllm, vllm_config),
-    "sglang": ("sglang.srt.plugins", import_sglang, sglang, import_loader),
+    "vllm": ("vllm.general_plugins", import_vllm, vllm),
+    "sglang": ("sglang.srt.plugins", import_sglang, sglang),
 }
-"""For each engine: the group of its entry points, and the functions that import, register, and prepare for forks."""
-
-
-def remove(module: str, owner: str, name: str) -> bool:
-    """Remove a name from a module or a class of the engine, or the module itself if `name` is empty.
-
-    Return whether the engine had it.
-    """
-    try:
-        found: Any = importlib.import_module(module)
-        if name:
-            delattr(getattr(found, owner) if owner else found, name)
-            return True
-    except (ImportError, AttributeError):
-        return False
-    parent, _, leaf = module.rpartition(".")
-    sys.modules[module] = None  # type: ignore[assignment]
-    vars(sys.modules[parent]).pop(leaf, None) if parent else None
-    return True
-
-
-def in_fork(work: Any) -> Any:
-    """Return the result of a function that runs in a fork of this process."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        try:
-            answer = work()
-        except BaseException as error:  # noqa: BLE001 - the other process reports any failure
-            answer = {"raised": f"{type(error).__name__}: {error}"}
-        with open(writer, "w") as file:
-            file.write(json.dumps(answer))
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return json.loads(text)
+"""For each engine: the group of its entry points, and the functions that import and register."""
 
 
 def main() -> None:
-    host, wheel, checkpoint, *names = sys.argv[1:]
+    host, wheel, checkpoint = sys.argv[1:]
     sys.meta_path.append(Finder(host, wheel))
     sys.path.insert(0, wheel)
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    group, import_host, register, prepare = HOSTS[host]
+    group, import_host, register = HOSTS[host]
     # There are two of them if the adapter is installed, too.
     point = next(iter(importlib.metadata.entry_points(group=group, name="penstock")))
     import_host()
     plugin = sys.modules[point.load().__module__]
 
-    def registered() -> dict[str, Any]:
-        found = register(point.load(), Path(checkpoint))
-        return {**found, "off": list(plugin.PLUGIN.missing), "lines": lines}
-
-    if names:
-        # Do once what takes long in each of the processes.
-        prepare()
-        in_whole = in_fork(registered)
-        found = {"whole": in_whole, "cases": []}
-        for case in json.loads(names[0]):
-            found["cases"].append(in_fork(lambda case=case: registered() if remove(*case) else {"absent": True}))
-    else:
-        found = registered()
-        if host == "vllm":
-            found["own"] = read_by_vllm(Path(checkpoint), "safetensors")
-        if found.get("transfers"):
-            found["received"] = received_by_vllm()
+    found = register(point.load(), Path(checkpoint)) | {"off": list(plugin.PLUGIN.missing), "lines": lines}
+    if host == "vllm":
+        found["own"] = read_by_vllm(Path(checkpoint), "safetensors")
+    if found.get("transfers"):
+        found["received"] = received_by_vllm()
     print(json.dumps(found))
     # The engine's threads need not end.
     sys.stdout.flush()

@@ -23,7 +23,7 @@ PAGES = {"vllm": ROOT / "docs" / "serve" / "vllm.md", "sglang": ROOT / "docs" / 
 """For each engine, the page whose last table has a row for each release."""
 
 
-def run_release(host: str, release: str, directory: Path, checkpoint: Path, names: Sequence[Any] = ()) -> Any:
+def run_release(host: str, release: str, directory: Path, checkpoint: Path) -> Any:
     """Download a release, and return what `host_releases.py` prints for it."""
     from scripts.entry_points import write_metadata
 
@@ -41,7 +41,7 @@ def run_release(host: str, release: str, directory: Path, checkpoint: Path, name
         "SGLANG_CACHE_DIR": str(directory / "cache"),
     }
     script = str(Path(__file__).with_name("host_releases.py"))
-    command = [sys.executable, script, host, str(modules), str(checkpoint), *([json.dumps(names)] if names else [])]
+    command = [sys.executable, script, host, str(modules), str(checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, env=environment, cwd=own)
     shutil.rmtree(modules)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

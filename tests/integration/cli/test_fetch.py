@@ -272,7 +272,7 @@ def test_interrupt_reports_destination_state(when, llama, tmp_path, capsys, monk
             out.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(to_files, "_fetch_model", interrupted)
+    monkeypatch.setattr(to_files, "join", interrupted)
     assert command("llama", "--to", out, "--fallback", llama) == 130
     said = capsys.readouterr().err
     assert said.startswith("penstock: interrupted. ") and f"penstock fetch llama --to {out}" in said

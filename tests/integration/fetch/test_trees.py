@@ -165,7 +165,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
     stalled, may_go_on, verify = list[str](), threading.Event(), FetchRun.verify
     has_stalled = threading.Event()
 
-    def slow_verify(fetch: FetchRun) -> int:
+    def slow_verify(fetch: FetchRun) -> None:
         member = fetch._member.id
         orders = hosts.orders.get(member, ())
         # Return the first receiver directly below the holder, through which half of the chunks reach half of the fleet.
@@ -174,7 +174,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
         if member in stalled and fetch._weights.have.any():
             has_stalled.set()
             assert may_go_on.wait(60)
-        return verify(fetch)
+        verify(fetch)
 
     monkeypatch.setattr(FetchRun, "verify", slow_verify)
     hosts.start()

@@ -284,9 +284,9 @@ class FetchRun(Run):
         with self._lock:
             self._received.append(arrival)
         first, nbytes = int(arrival.chunks[0]), self.nbytes_of(arrival.chunks)
-        self._verifying.post(Item(first, f"verify {first}", nbytes, start=self._verify))
+        self._verifying.post(Item(first, f"verify {first}", nbytes, start=self.verify))
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
         """Verify a batch of received chunks and let other members read them."""
         with self._lock:
             batch = next_batch(self._received, NUM_VERIFYING)
