@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -337,7 +336,7 @@ def test_mutual_tls_checks_both_certificates(serve, guarded, tmp_path, monkeypat
         hub.hello(hello(hub.member))
     assert "PENSTOCK_CA_FILE" in str(unverified.value.hint)
     with pytest.raises(ConfigError, match="certificate"):
-        serve(auth=replace(guarded, certificate=ca_file, private_key=key))
+        serve(auth=msgspec.structs.replace(guarded, certificate=ca_file, private_key=key))
 
 
 _schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(Directory(MemoryStore(), fresh=True)))
