@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants, hf_api
 from tests.support.servers.hugging_face import HuggingFaceServer
 
@@ -47,3 +48,16 @@ def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make huggingface_hub keep files in `cache`."""
     monkeypatch.setattr(constants, "HF_HOME", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+
+
+def assert_same_model(mine: torch.nn.Module, true: torch.nn.Module) -> None:
+    """Compare all parameters, buffers and ties."""
+    ours, theirs = mine.state_dict(), true.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    for model in (mine, true):
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, dict(true.named_buffers())[name]), name
+    assert [len(list(m.parameters())) for m in (mine, true)] == [len(list(true.parameters()))] * 2

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.support.hugging_face import assert_same_model
 from tests.support.tiny_models import save_llama
 from transformers import core_model_loading
 
@@ -48,13 +49,6 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(reading, "gpu_of", lambda device: torch.device("cpu"))
     monkeypatch.setattr(reading.LocalFile, "tensor_on", noted)
     return names
-
-
-def assert_same_model(mine: torch.nn.Module, true: torch.nn.Module) -> None:
-    ours, theirs = mine.state_dict(), true.state_dict()
-    assert list(ours) == list(theirs)
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
 @pytest.mark.parametrize("name", ["one", "sharded", "tied"])

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.support.hugging_face import files_of, serving, use_cache
+from tests.support.hugging_face import assert_same_model, files_of, serving, use_cache
 from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.support.tiny_models import save_llama
 
@@ -30,19 +30,6 @@ from penstock_hf.patched_libraries import directory
 from penstock_hf.transformers import from_pretrained, patched_libraries
 
 AutoModelForCausalLM = transformers.AutoModelForCausalLM
-
-
-def assert_same_model(mine: torch.nn.Module, true: torch.nn.Module) -> None:
-    """Compare all parameters, buffers and ties."""
-    ours, theirs = mine.state_dict(), true.state_dict()
-    assert list(ours) == list(theirs)
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name], tensor), name
-    for model in (mine, true):
-        for name, buffer in model.named_buffers():
-            assert torch.equal(buffer, dict(true.named_buffers())[name]), name
-    assert [len(list(m.parameters())) for m in (mine, true)] == [len(list(true.parameters()))] * 2
 
 
 @pytest.fixture(scope="module")

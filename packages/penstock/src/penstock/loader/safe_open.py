@@ -286,7 +286,7 @@ class _OpenFile:
         self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
         # Allow one engine read at a time, because a run uses the whole staging pool.
         self._turn = threading.RLock()
-        self._is_reading = False
+        self._has_turn = False
         # The rows are in file order.
         self.table: TensorTable = header.tensors
         self._ahead: TensorsAhead | None = None
@@ -441,17 +441,17 @@ class _OpenFile:
     def _own_turn(self) -> Iterator[bool]:
         """Wait for the turn to read with the engine. Yield False if a signal handler has interrupted such a read."""
         with self._turn, interrupts.deferred():
-            is_mine, self._is_reading = not self._is_reading, True
+            is_mine, self._has_turn = not self._has_turn, True
             try:
                 yield is_mine
             finally:
                 if is_mine:
-                    self._is_reading = False
+                    self._has_turn = False
 
     def reset_after_fork(self) -> None:
-        """Forget the lock and the staging of the parent in a forked child, which has neither its threads."""
+        """Forget the lock and the staging of the parent in a forked child, which has none of the parent's threads."""
         self._turn = threading.RLock()
-        self._is_reading = False
+        self._has_turn = False
         self._intake.pool = None
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:

@@ -31,7 +31,7 @@ _PRODUCTIVE = 4
 class TensorsAhead:
     """The tensors that a run reads ahead of the requests. The caller serialises all calls.
 
-    Smaller tensors than `SMALL_BYTES` are never read ahead, so every tensor has memory of its own. Tensors that the
+    Smaller tensors than `SMALL_BYTES` are never read ahead, so no tensor shares memory with another. Tensors that the
     program skips wait for a later request until they exceed `limit_bytes`. Then the oldest is dropped.
 
     Args:
