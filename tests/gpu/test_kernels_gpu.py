@@ -40,7 +40,55 @@ print("triton" if "triton" in sys.modules else "copy")
 """
 
 
-def used(home: Path, program: str = DIGEST) -> str:
+BF16_FORMATS = """
+import sys
+import torch
+from penstock.transform.formats import FORMATS, outputs
+from penstock.transform.fuse import KernelJob, fuse
+from penstock.transform.quantize import quantise, torch_dtype
+from penstock.types import Box, DType
+device = torch.device("cuda", 0)
+for form in FORMATS.values():
+    for cols in (256, 48) if form.scaling != "none" and not form.whole_blocks else (256,) * (form.scaling != "none"):
+        source = torch.randn(130, cols).bfloat16()
+        parts = outputs(form, "w", DType.BF16, (130, cols), Box.full((130, cols)))
+        out = tuple(torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=device) for part in parts)
+        fuse(form, [KernelJob(source=source.to(device), outputs=out)]).run()
+        for got, expected in zip(out, quantise(form, source), strict=True):
+            assert torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8)), form.tag
+print("triton" if "triton" in sys.modules else "copy")
+"""
+
+GATHER = """
+import sys
+import numpy as np, torch
+from penstock.cuda.pack import gather
+source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
+target = torch.zeros_like(source)
+at = np.arange(1000, dtype=np.int64) * 1000
+nbytes = np.where(at % 3000 == 0, 999, 496).astype(np.uint64)
+src, dst = source.data_ptr() + at + 3, target.data_ptr() + at + 3
+gather(dst.astype(np.uint64), src.astype(np.uint64), nbytes, 0, torch.cuda.current_stream().cuda_stream)
+expected = torch.zeros_like(source)
+for start, count in zip(at + 3, nbytes.astype(int)):
+    expected[start : start + count] = source[start : start + count]
+assert torch.equal(target, expected)
+print("triton" if "triton" in sys.modules else "copy")
+"""
+
+NEWER_DEVICE = """
+import torch
+torch.cuda.get_device_capability = lambda device=None: (99, 0)
+"""
+
+WITHOUT_WHEEL = """
+from pathlib import Path
+from penstock.cuda import kernel_cache
+kernel_cache.SHIPPED = Path("/nonexistent")
+"""
+
+
+def used(home: Path, program: str = WITHOUT_WHEEL + DIGEST) -> str:
     """Return how a fresh process ran its kernels. It fails if the bytes differ."""
     environ = os.environ | {"HOME": str(home)}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
@@ -50,6 +98,23 @@ def used(home: Path, program: str = DIGEST) -> str:
 
 def copies(home: Path) -> list[Path]:
     return sorted((home / ".cache" / "penstock" / "kernels").iterdir())
+
+
+def test_first_process_in_new_home_uses_shipped_kernels(tmp_path: Path) -> None:
+    assert used(tmp_path, DIGEST) == "copy"
+    assert not (tmp_path / ".cache" / "penstock" / "kernels").exists()
+
+
+def test_first_format_of_bf16_weights_uses_shipped_kernels(tmp_path: Path) -> None:
+    assert used(tmp_path, BF16_FORMATS) == "copy"
+
+
+def test_newer_device_runs_ptx_of_the_wheel(tmp_path: Path) -> None:
+    assert used(tmp_path, NEWER_DEVICE + DIGEST) == "copy"
+
+
+def test_short_copies_use_shipped_kernel(tmp_path: Path) -> None:
+    assert used(tmp_path, GATHER) == "copy"
 
 
 def test_second_process_reuses_stored_kernels(tmp_path: Path) -> None:

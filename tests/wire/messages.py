@@ -156,7 +156,7 @@ MESSAGES = {
     "compile_cache.description/json": "penstock_compile_cache.bundle:Description",
     "compile_cache.file/msgpack": "penstock_compile_cache.bundle:BundledFile",
     "compile_cache.frame/msgpack": "penstock_compile_cache.bundle:BundleFrame",
-    "compile_cache.kernel/msgpack": "penstock.cuda.kernel_cache:_StoredKernel",
+    "compile_cache.kernel/msgpack": "penstock.cuda.kernel_cache:StoredKernel",
     "plan.cluster/json": "penstock_convert.plan.cluster:Cluster",
     "plan.rates/json": "penstock_convert.plan.cluster:Rates",
 }

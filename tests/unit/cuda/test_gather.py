@@ -1,4 +1,4 @@
-"""The gathering kernel on the CPU, in Triton's interpreter."""
+"""Copies of short runs on the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 WORK = """
 import numpy as np, torch
-from penstock.cuda import gather
+from penstock.cuda.pack import plan_runs
 
 chance = np.random.default_rng(3)
 source = torch.from_numpy(chance.integers(0, 256, 400_000, np.uint8))
@@ -24,10 +25,9 @@ for nbytes in (1, 15, 16, 17, 16384, 16385, 40_001, 33, 70_000, 3, 5000):
     rows.append((got.data_ptr() + at, source.data_ptr() + src, nbytes))
     expected[at : at + nbytes] = source[src : src + nbytes]
     at += nbytes + int(chance.integers(0, 40))
-wide, narrow = gather.tiles(*np.array(rows, np.int64).T)
-assert (wide % 16 == 0).all() and wide.shape[1] and wide[2].sum() + narrow[2].sum() == sum(row[2] for row in rows)
-gather.run(torch.from_numpy(wide), True)
-gather.run(torch.from_numpy(narrow), False)
+plan = plan_runs(*np.array(rows, np.int64).T, torch.device("cpu"))
+assert plan.launches[0]._constants["WIDTH"] == 16
+plan.run()
 assert torch.equal(got, expected)
 """
 
@@ -38,10 +38,8 @@ def test_gather_copies_every_byte_to_its_offset() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_empty_runs_produce_no_tiles() -> None:
-    from penstock.cuda import gather
+def test_empty_runs_need_no_launch() -> None:
+    from penstock.cuda.pack import plan_runs
 
-    none = np.zeros(0, np.int64)
-    assert [table.shape for table in gather.tiles(none, none, none)] == [(3, 0), (3, 0)]
-    zero = np.zeros(3, np.int64)
-    assert [table.shape for table in gather.tiles(zero, zero, zero)] == [(3, 0), (3, 0)]
+    for runs in (np.zeros(0, np.int64), np.zeros(3, np.int64)):
+        assert plan_runs(runs, runs, runs, torch.device("cpu")).launches == ()

@@ -58,6 +58,7 @@ def test_compiled_kernel_is_looked_up_once(can_store: bool, monkeypatch: pytest.
 
     kernel = {(1,): lambda *arguments, **constants: log.append("triton")}
     monkeypatch.setattr(kernel_cache, "_imported", lambda module: SimpleNamespace(kernel=kernel))
+    monkeypatch.setattr(kernel_cache, "_from_wheel", lambda shape, device: None)
     monkeypatch.setattr(kernel_cache, "_load", load)
     monkeypatch.setattr(kernel_cache, "_store", store)
     monkeypatch.setattr(kernel_cache, "_path", lambda shape, device: None)

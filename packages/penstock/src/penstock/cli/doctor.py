@@ -128,7 +128,7 @@ def find_engines() -> list[Fact]:
     needs = {
         "obstore": "s3:// gs:// az://",
         "torch": f"tensors; {install_hint('torch')}",
-        "triton": "digests on the device; part of torch's CUDA builds",
+        "triton": "kernels that the wheel does not contain; part of torch's CUDA builds",
         "safetensors": "only a baseline for penstock bench",
         "nixl": f"RDMA, and GPU memory between hosts; {install_hint('nixl')}",
         "starlette": f"hosting a hub; {install_hint('hub')}",

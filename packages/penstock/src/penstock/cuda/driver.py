@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PenstockError
+from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, MissingExtra, PenstockError
 from penstock.segments import Rectangles
 from penstock.types import U64
 
@@ -433,15 +433,15 @@ class CudaDriver:
         return bool(code == 0)
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-        """Queue many short copies with a single kernel. Without Triton, warn and queue the copies one by one."""
+        """Queue many short copies with a single kernel. Without the kernel, warn and queue the copies one by one."""
+        from penstock.cuda.pack import gather
+
         try:
-            from penstock.cuda.gather import gather
-        except ModuleNotFoundError as error:
+            gather(dst, src, nbytes, device, stream)
+        except MissingExtra as error:
             message = f"queueing {len(nbytes)} short copies one by one and not by one kernel: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             self.copy(dst, src, nbytes, stream)
-        else:
-            gather(dst, src, nbytes, device, stream)
 
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
         """Prepare copies between addresses. Return a function that queues the copies and may be called repeatedly.
@@ -486,14 +486,20 @@ class CudaDriver:
         return queue
 
     def _gathered(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Prepare rectangles for the Triton kernel, or split them into single runs if Triton is not installed."""
-        try:
-            from penstock.cuda.gather import lay_out_rectangles
-        except ModuleNotFoundError:
-            runs = rows.segments()
-            dst, src, nbytes = (column.astype(np.uint64) for column in (runs.dst, runs.src, runs.nbytes))
-            return functools.partial(self.gather, dst, src, nbytes, device, stream)
-        return lay_out_rectangles(rows, device, stream)
+        """Prepare rectangles for the kernel. Without the kernel, the copies of single runs are queued."""
+        from penstock.cuda.pack import lay_out_rectangles
+
+        queue_kernel = lay_out_rectangles(rows, device, stream)
+
+        def queue() -> None:
+            try:
+                queue_kernel()
+            except MissingExtra:
+                runs = rows.segments()
+                dst, src, nbytes = (column.astype(np.uint64) for column in (runs.dst, runs.src, runs.nbytes))
+                self.gather(dst, src, nbytes, device, stream)
+
+        return queue
 
     def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queue a copy from pinned host memory."""

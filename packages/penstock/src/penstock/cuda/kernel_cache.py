@@ -1,4 +1,6 @@
-"""Launches Triton kernels, through Triton or from a compiled copy that an earlier process stored in ~/.cache/penstock.
+"""Launches Triton kernels: a compiled copy from the wheel or from ~/.cache/penstock, or through Triton.
+
+The wheel contains copies for common devices. Other kernels are compiled by Triton once, and stored for later processes.
 
 A fresh process needs 0.15 s to import Triton and 0.37 s to find Triton's cached kernels, because Triton first hashes
 its sources. A compiled copy loads in a few milliseconds. Source: benchmarks/results/h200x1_202611/load-history.md.
@@ -43,15 +45,18 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[ob
     return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
 
 
-class _StoredKernel(msgspec.Struct, frozen=True):
+class StoredKernel(msgspec.Struct, frozen=True):
+    """A compiled kernel that the driver loads without Triton."""
+
     file: str
-    """Name of the kernel's file, which is a digest of everything on which the kernel depends."""
+    """Name of the copy, with a digest of everything on which the kernel depends."""
     symbol: str
     parameter_bits: tuple[int, ...]
     """Bits of every parameter: the kernel's, then Triton's (scratch pointers, which are null here)."""
     num_threads: int
     shared_bytes: int
     cubin: bytes
+    """Code for the device, or PTX as text with a null byte at its end."""
 
 
 class Launch:
@@ -139,19 +144,41 @@ def _imported(module: str) -> Any:
         raise MissingExtra("digests and formats on a GPU need Triton", hint=hint) from error
 
 
-_Shape = tuple[str, str, object, int]
+Shape = tuple[str, str, object, int]
+"""Module, name, constants and number of warps of a kernel."""
+
+
+def kernel_name(shape: Shape, *more: object) -> str:
+    """Return the name of a kernel's copy, which changes with the text of its module, with `shape` and with `more`."""
+    module, name, _, _ = shape
+    key = blake3(_text(module))
+    key.update(repr((shape, *more)).encode())
+    return f"{name}-{key.hexdigest()[:32]}"
 
 
 @functools.cache
-def _path(shape: _Shape, device: torch.device) -> Path | None:
-    module, name, _, _ = shape
-    # Hash the module's source, so that an edited kernel needs no version number to get a new path.
-    key = blake3(_text(module))
-    key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
+def _path(shape: Shape, device: torch.device) -> Path | None:
     try:
-        return home_cache("kernels") / f"{name}-{key.hexdigest()[:32]}"
+        directory = home_cache("kernels")
     except ConfigError:
         return None
+    return directory / kernel_name(shape, torch.__version__, torch.cuda.get_device_capability(device))
+
+
+SHIPPED = Path(__file__).with_name("kernels")
+"""Directory of the copies in the wheel, which `scripts/kernels.py` compiles. A file holds those of one capability."""
+
+
+@functools.cache
+def shipped_kernels(capability: tuple[int, int]) -> dict[str, StoredKernel]:
+    """Return the wheel's kernels for a device, by `kernel_name`."""
+    # Code for 8.0 also runs on 8.6. Code for later devices runs only on devices of exactly its capability. The driver
+    # compiles PTX for any later device.
+    names = [f"sm_{capability[0]}{capability[1]}", "sm_80" if capability[0] == 8 else "ptx"]
+    for name in names:
+        with contextlib.suppress(OSError, *MALFORMED):
+            return msgspec.msgpack.decode((SHIPPED / name).read_bytes(), type=dict[str, StoredKernel])
+    return {}
 
 
 @functools.cache
@@ -161,17 +188,25 @@ def _text(module: str) -> bytes:
     return Path(spec.origin).read_bytes()
 
 
-_kernels: dict[tuple[_Shape, torch.device], _Kernel | None] = {}
-_compiled: set[tuple[_Shape, torch.device]] = set()
+_kernels: dict[tuple[Shape, torch.device], _Kernel | None] = {}
+_compiled: set[tuple[Shape, torch.device]] = set()
 """Kernels that this process compiled and tried to store."""
 
 
-def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
+def _loaded(shape: Shape, device: torch.device) -> _Kernel | None:
     key = shape, device
     kernel = _kernels.get(key)
     if kernel is None and key not in _kernels:
-        kernel = _kernels[key] = _load(_path(shape, device))
+        kernel = _kernels[key] = _from_wheel(shape, device) or _load(_path(shape, device))
     return kernel
+
+
+def _from_wheel(shape: Shape, device: torch.device) -> _Kernel | None:
+    copy = shipped_kernels(torch.cuda.get_device_capability(device)).get(kernel_name(shape))
+    # An old driver refuses code from a newer compiler.
+    with contextlib.suppress(DestinationError):
+        return None if copy is None else _Kernel(copy)
+    return None
 
 
 def _load(path: Path | None) -> _Kernel | None:
@@ -185,7 +220,7 @@ def _load(path: Path | None) -> _Kernel | None:
             # The copy runs on the device, so only this user may own it and write to it.
             if not is_own or stat.S_IMODE(status.st_mode) & 0o022:
                 return None
-            copy = msgspec.msgpack.decode(file.read(), type=_StoredKernel)
+            copy = msgspec.msgpack.decode(file.read(), type=StoredKernel)
         # A kernel with the same parameters but a different name would compute something else.
         return _Kernel(copy) if copy.file == path.name else None
     except OSError:
@@ -196,8 +231,8 @@ def _load(path: Path | None) -> _Kernel | None:
         return None
 
 
-def _store(compiled: Any, path: Path | None) -> None:
-    """Store a copy if it can be launched without Triton. Do nothing if the disk is full or read-only."""
+def stored_kernel(compiled: Any, name: str) -> StoredKernel | None:
+    """Return the copy of a kernel that Triton compiled, or None if only Triton can launch the kernel."""
     metadata = compiled.metadata
     # Kernels that need scratch memory, clusters or other extras can be launched only through Triton.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
@@ -205,16 +240,22 @@ def _store(compiled: Any, path: Path | None) -> None:
     ptx: str = compiled.asm["ptx"]
     head = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     block = _BLOCK.search(head)
-    if path is None or not is_plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
-        return
-    copy = _StoredKernel(
-        file=path.name,
+    if not is_plain or block is None or metadata.shared > _MAX_SHARED_BYTES:
+        return None
+    return StoredKernel(
+        file=name,
         symbol=metadata.name,
         parameter_bits=tuple(int(bits) for bits in _PARAMETER.findall(head)),
         num_threads=int(block[1]),
         shared_bytes=metadata.shared,
         cubin=compiled.asm["cubin"],
     )
+
+
+def _store(compiled: Any, path: Path | None) -> None:
+    """Store a copy if it can be launched without Triton. Do nothing if the disk is full or read-only."""
+    if path is None or path.exists() or (copy := stored_kernel(compiled, path.name)) is None:
+        return
     # The file must be complete or absent. Two containers may share the cache and both have a process 1.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
@@ -225,7 +266,7 @@ def _store(compiled: Any, path: Path | None) -> None:
 
 
 class _Kernel:
-    def __init__(self, copy: _StoredKernel) -> None:
+    def __init__(self, copy: StoredKernel) -> None:
         self.copy = copy
         self.function = ctypes.c_void_p()
         module = ctypes.c_void_p()

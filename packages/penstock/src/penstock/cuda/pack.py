@@ -1,17 +1,20 @@
 """Copies rectangles of device memory with one kernel. Source and destination may have gaps.
 
-A table entry holds a rectangle in 72 bytes, however many runs it has, while `gather` has an entry for each run. The
-memory must be reachable from the device, as the device's own memory or as a peer's memory.
+A table entry holds a rectangle in 72 bytes, however many runs it has. The memory must be reachable from the device, as
+the device's own memory or as a peer's memory, which the kernel loads over NVLink.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import torch
 
 from penstock.cuda.kernel_cache import Launch
-from penstock.types import I64
+from penstock.segments import Rectangles
+from penstock.types import I64, U64
 
 TILE_BYTES = 16 << 10
 """Bytes per program. 128 threads with eight 16-byte loads each in flight hide the microsecond of NVLink."""
@@ -88,3 +91,39 @@ def _plan(
         arguments = device_table, tiles, device_table.shape[1]
         launches.append(Launch("penstock.cuda.pack_triton", "copy_tiles", len(tiles), arguments, constants))
     return PackTable(launches=tuple(launches))
+
+
+def plan_runs(dst: I64, src: I64, nbytes: I64, device: torch.device) -> PackTable:
+    """Plan to copy runs at any addresses. See `plan_copy`.
+
+    Runs whose source and destination differ in alignment to 16 bytes are copied byte by byte, which is slower.
+    """
+    width = WIDTHS[0]
+    # Split a run into whole words and the bytes before and after them, which need separate loads.
+    head = np.where((dst ^ src) % width == 0, np.minimum(-dst % width, nbytes), nbytes)
+    body = (nbytes - head) // width * width
+    skipped, lengths = np.concatenate([0 * head, head, head + body]), np.concatenate([head, body, nbytes - head - body])
+    at = np.flatnonzero(lengths)
+    one, run = np.ones(len(at), np.int64), at % max(1, len(dst))
+    return plan_copy(dst[run] + skipped[at], src[run] + skipped[at], lengths[at], one, one, one, device)
+
+
+def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
+    """Queue many short copies on a stream of a device, because copy engines would spend their time starting copies."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+        to, source, length = (column.astype(np.int64) for column in (dst, src, nbytes))
+        plan_runs(to, source, length, torch.device("cuda", device)).run()
+
+
+def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
+    """Return a function that queues copies between addresses on this stream, any number of times."""
+    queue_stream = torch.cuda.ExternalStream(stream, device)
+    columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
+    with torch.cuda.device(device), torch.cuda.stream(queue_stream):
+        table = plan_copy(*columns, torch.device("cuda", device))
+
+    def queue() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(queue_stream):
+            table.run()
+
+    return queue

@@ -24,7 +24,7 @@ _WIDTH = 16
 """Size of the widest load in bytes. Groups of this many columns (twice as many if two columns share a byte) are either
 inside the tensor or outside."""
 
-_NATIVE = (8, 9)
+NATIVE = (8, 9)
 """Minimum compute capability that rounds to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
 
 _COLUMNS = 11
@@ -122,7 +122,7 @@ class Fusion(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             BLOCK_ROWS=self.form.block[0],
             BLOCK_COLS=self.form.block[1] or cols,
             STRIP=self.form.block[1] == WHOLE,
-            NATIVE=device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE,
+            NATIVE=has_native_codes(device),
         )
 
     def _wholes(self) -> None:
@@ -136,6 +136,11 @@ class Fusion(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         top = torch.where(amax.isfinite(), whole_scale(amax), math.nan)
         # Copying thousands of scales one by one would require a launch for each.
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
+
+
+def has_native_codes(device: torch.device) -> bool:
+    """Return whether the device has instructions that round to FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE
 
 
 def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
