@@ -114,7 +114,7 @@ class Bench:
         self.place.is_held.clear()
         if self.run is not None:
             self.run.close()
-        assert self.pool.num_free == self.pool.num_buffers
+        assert self.pool.num_in_use == 0
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
         self.pool.close()
         for source in self.sources:

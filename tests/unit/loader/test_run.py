@@ -121,7 +121,7 @@ class Bench:
         return self.data[at : at + int(self.plan.row_nbytes[row])]
 
     def all_buffers_are_back(self) -> bool:
-        return self.pool.num_free == self.pool.num_buffers
+        return self.pool.num_in_use == 0
 
     def close(self) -> None:
         self.source.open.set()

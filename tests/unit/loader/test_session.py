@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.config import Settings
 from penstock.errors import ConfigError
-from penstock.loader.session import Intake, resolve_device
+from penstock.loader.session import Intake, _local_nbytes, resolve_device
 
 
 class Registrar:
@@ -43,6 +44,18 @@ def test_closing_session_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_thr
         if thread.name == "penstock-unpin":
             thread.join(5)
     assert registrar.pinned == set()
+
+
+def test_size_of_local_weights_counts_files_and_directories(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    files = [directory / "a.safetensors", directory / "b.safetensors", directory / "config.json"]
+    for index, file in enumerate(files):
+        file.write_bytes(bytes(10 + index))
+    assert _local_nbytes(str(directory)) == 21
+    assert _local_nbytes([str(file) for file in files]) == 33
+    assert _local_nbytes([str(files[0]), "s3://bucket/b.safetensors"]) == 0
+    assert _local_nbytes(str(tmp_path / "absent")) == 0
 
 
 @pytest.mark.parametrize("device", [0, 99, "cuda:99"])

@@ -127,6 +127,16 @@ def large(path: Path, expected: dict[str, torch.Tensor]) -> list[int]:
     return [row for row, name in enumerate(names_of(path)) if expected[name].nbytes == 2 * MIB]
 
 
+def test_request_for_first_tensor_starts_reading(
+    open_file: Open, path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    names, file = names_of(path), open_file()
+    first = next(row for row, name in enumerate(names) if expected[name].nbytes >= MIB)
+    found = file.take(first)
+    assert found is not None and torch.equal(found, bytes_of(expected[names[first]]))
+    assert file.ahead.is_reading
+
+
 def test_second_request_in_order_starts_reading(
     open_file: Open, large: list[int], path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

@@ -38,6 +38,7 @@ from penstock.spi import (
     log_named,
     model_name,
     pinned_uri,
+    prepare_checkpoint,
     read_options,
 )
 from penstock_sglang import runtime, sleep
@@ -284,6 +285,7 @@ def _loader_class() -> type[Any]:
                 PLUGIN.require(SLEEP, feature="--enable-memory-saver with Penstock")
             import torch
 
+            prepare_checkpoint(self._options, _device)
             with sleep.loading(torch.device(_device()), sglang_logger()):
                 return super().load_model(model_config=model_config, device_config=device_config)
 

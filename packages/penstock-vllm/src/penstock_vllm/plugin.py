@@ -30,6 +30,7 @@ from penstock.spi import (
     checkpoint,
     log_named,
     pinned_uri,
+    prepare_checkpoint,
     read_options,
     texts_of,
 )
@@ -189,6 +190,7 @@ def _loader_class() -> type[Any]:
             """Return a new model with its weights."""
             refuse_unprotected_sleep(vllm_config)
             self._vllm_config = vllm_config
+            prepare_checkpoint(self._options, partial(_device, self.load_config))
             with ExitStack() as self._after_weights:
                 model = super().load_model(vllm_config, *arguments, **named)
             self._after_weights = None

@@ -126,6 +126,7 @@ SPI = {
     "Settings": "penstock.config",
     # An engine's weights from a cache, a fleet or storage.
     "checkpoint": "penstock.spi.engine_weights",
+    "prepare_checkpoint": "penstock.spi.engine_weights",
     "RankInfo": "penstock.spi.engine_weights",
     "FleetOptions": "penstock.spi.engine_weights",
     # Receiving versions in an engine that loads whole tensors by name, and publishing versions from a trainer's rank.

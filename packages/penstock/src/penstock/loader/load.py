@@ -450,7 +450,8 @@ def _prepare(
         # be aligned and may cross gaps.
         is_whole_on_host = session.options.device.type == "cpu" and boxes.count(None) == len(boxes)
         plan = session.make_plan(table, boxes, pack=True, exact=is_whole_on_host)
-        place = place_on(session.options.device, plan.slab_nbytes.tolist())
+        window_bytes = 0 if all_at_once else session.settings.memory_bytes
+        place = place_on(session.options.device, plan.slab_nbytes.tolist(), window_bytes=window_bytes)
     checker = session.checker(plan, place)
 
     def begin(window_bytes: int) -> LoadRun:

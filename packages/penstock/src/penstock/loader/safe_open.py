@@ -338,7 +338,7 @@ class _OpenFile:
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        self._intake.close(wait=True)
+        self._intake.close()
         self.source.close()
         if self._mapping is not None:
             self._mapping.close()
@@ -524,11 +524,12 @@ class _OpenFile:
         if is_cuda:
             # Resolve the current device here, because the engine's threads may have a different current device.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        place: Any = place_on(device if is_cuda else torch.device("cpu"), plan.slab_nbytes.tolist())
+        on = device if is_cuda else torch.device("cpu")
+        place: Any = place_on(on, plan.slab_nbytes.tolist(), window_bytes=window_bytes)
         # For other devices the bytes pass through host memory.
         staged = is_cuda or not bool(plan.covered().all())
         if staged and (self._intake.pool is None or self._intake.pool.is_cancelled):
-            self._intake.close(wait=True)
+            self._intake.close()
             pool = self._intake.open_pool(registrar_of(self.device))
             if is_cuda and plan.nbytes > WARM_ABOVE_BYTES:
                 pool.warm(WARM_THREADS)

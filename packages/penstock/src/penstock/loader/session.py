@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -27,6 +26,7 @@ from penstock.loader.regions import TensorRegions
 from penstock.loader.report import FilePath, LoadReport
 from penstock.loader.run import LoadRun, Readers
 from penstock.loader.tensor import TensorMappings, as_tensors, torch_dtype, torch_shape
+from penstock.memory import idle_pools
 from penstock.memory.staging import Registrar, StagingPool
 from penstock.phases import Phases
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -37,7 +37,6 @@ from penstock.storage.locate import texts_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, nothing_to_verify, open_weights
 from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
-from penstock.waits import start_thread
 
 MIN_CHUNK_BYTES = 64 << 10
 """Smallest chunk. Smaller reads cost more in system calls and Python code than in bytes. Source: docs/tuning.md."""
@@ -133,7 +132,9 @@ class Intake:
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
         """Create the pool, just large enough to saturate readers and device. The intake closes it."""
         enough = (self.num_reads + READS_AHEAD + SPARE_BUFFERS) * self.chunk_bytes
-        self.pool = StagingPool.map(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
+        memory_bytes = min(self._settings.memory_bytes, enough)
+        kept = None if registrar is None else idle_pools.take(memory_bytes, self.chunk_bytes)
+        self.pool = kept or StagingPool.map(memory_bytes, self.chunk_bytes, registrar=registrar)
         return self.pool
 
     def warm(self, uri: Uris) -> None:
@@ -152,17 +153,26 @@ class Intake:
             self.ring_refusal = f"io_uring: {error.strerror}"
             return None
 
-    def close(self, *, wait: bool = False) -> None:
-        """Release the pool after its runs are closed. Idempotent. If `wait` is set, wait until memory is unpinned."""
+    def close(self) -> None:
+        """Keep a pinned pool for the next load, or free the pool. The runs must be closed. Idempotent."""
         pool, self.pool = self.pool, None
         if pool is None:
             return
         self._peak_bytes = pool.peak_bytes
+        if pool.is_pinned and not pool.is_cancelled and not pool.num_in_use:
+            idle_pools.keep(pool)
+            return
         pool.cancel()
-        # The thread is not a daemon, because the process must not exit while the driver unpins memory.
-        unpin = threading.Thread(target=pool.close, name="penstock-unpin")
-        if wait or not start_thread(unpin, is_needed=False):
-            pool.close()
+        pool.close()
+
+
+def prepare_staging(device: torch.device, memory_bytes: int | None, *, keep_s: float) -> None:
+    """Pin the staging for a load to a GPU that begins within `keep_s` seconds. Raise the errors of its first read."""
+    intake = Intake(Settings.read(memory_bytes=memory_bytes), device)
+    pool = intake.open_pool(registrar_of(device))
+    pool.warm(WARM_THREADS)
+    pool.end_warming()
+    idle_pools.keep(pool, keep_s=keep_s)
 
 
 def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
@@ -177,18 +187,21 @@ def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
 
 
 def _local_nbytes(uri: Uris) -> int:
-    """Return the approximate size of the weight files at a local path, or 0 for other URIs."""
+    """Return the approximate size of the weight files at local paths, or 0 if a URI is remote."""
     uris = texts_of(uri)
-    if len(uris) != 1 or is_remote(uris[0]):
+    if any(map(is_remote, uris)):
         return 0
-    path = uris[0]
     try:
-        if os.path.isfile(path):
-            return os.path.getsize(path)
-        with os.scandir(path) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".safetensors", ".gguf")))
+        return sum(map(_nbytes_at, uris))
     except OSError:
         return 0
+
+
+def _nbytes_at(path: str) -> int:
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    with os.scandir(path) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".safetensors", ".gguf")))
 
 
 MAX_GAP_BYTES = 64 << 10

@@ -1,7 +1,8 @@
 """Tensors of a local file that are read to a GPU ahead of a program that requests them one after another.
 
-Two requests in file order, or one request after `expect`, start a run that reads the tensors that follow. The run reads
-straight to the device, and stays at most `limit_bytes` ahead of the requests.
+A run that reads the tensors that follow is started by a request for the first tensor, by two requests in file order, or
+by one request after `expect`. The run reads straight to the device, and stays at most `limit_bytes` ahead of the
+requests.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class TensorsAhead:
         self._limit_bytes = limit_bytes
         self._enough_bytes = enough_bytes
         self._expected: list[int] = []
-        # The index in `_large` of the row after the last request, or -1 before the first request.
-        self._next = -1
+        # The index in `_large` of the row after the last request. A program that requests the first row of the file
+        # most likely requests all rows.
+        self._next = 0
         self._is_off = False
         self._pid = os.getpid()
         self._run: LoadRun | None = None

@@ -100,9 +100,9 @@ class StagingPool:
         return cls(memory, size, registrar=registrar)
 
     @property
-    def num_free(self) -> int:
-        """Return the number of buffers that are not in use."""
-        return len(self._free)
+    def is_pinned(self) -> bool:
+        """Return whether a device's copy engine can reach the buffers."""
+        return self._registrar is not None
 
     def warm(self, num_threads: int) -> None:
         """Start `num_threads` threads that touch and pin every buffer, and return. `close` waits for the threads."""
@@ -117,6 +117,11 @@ class StagingPool:
                 return
             # Only started threads can be joined by `close`.
             self._warmers.append(thread)
+
+    def end_warming(self) -> None:
+        """Wait for the threads that `warm` started."""
+        for thread in self._warmers:
+            thread.join()
 
     def _warm(self, share: int) -> None:
         try:
@@ -220,8 +225,7 @@ class StagingPool:
     def close(self) -> None:
         """Unpin and free all buffers, which must have been released. Idempotent."""
         # A warming thread must not pin memory that is already freed.
-        for thread in self._warmers:
-            thread.join()
+        self.end_warming()
         for buffer in self._all:
             buffer.retire(self._registrar)
             buffer.view.release()

@@ -46,6 +46,7 @@ from penstock.spi.engine_weights import ADAPTERS as ADAPTERS
 from penstock.spi.engine_weights import FleetOptions as FleetOptions
 from penstock.spi.engine_weights import RankInfo as RankInfo
 from penstock.spi.engine_weights import checkpoint as checkpoint
+from penstock.spi.engine_weights import prepare_checkpoint as prepare_checkpoint
 from penstock.spi.engine_weights import read_options as read_options
 from penstock.spi.host_plugin import HostPlugin as HostPlugin
 from penstock.spi.host_plugin import patch_once as patch_once
@@ -111,6 +112,7 @@ __all__: list[str] = [
     "Phases",
     "Settings",
     "checkpoint",
+    "prepare_checkpoint",
     "RankInfo",
     "FleetOptions",
     "VersionReceiver",

@@ -12,12 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Settings, parse_bytes
-from penstock.errors import ConfigError, HubUnavailable, NotFound
+from penstock.errors import ConfigError, HubUnavailable, NotFound, PenstockError
 from penstock.logs import Log
 from penstock.spi.connection import connection_of
 from penstock.storage.locate import model_name
@@ -212,6 +213,31 @@ def checkpoint(
     ) as stream:
         yield from stream
         log.info("penstock: %s", stream.report)
+
+
+def prepare_checkpoint(options: Mapping[str, Any], device: Callable[[], str]) -> None:
+    """Import the reader and pin its staging in a thread, while the engine creates its model.
+
+    Nothing is prepared if another reader than `penstock.stream` may be used. Errors are left to the load.
+    """
+    if options.get("distributed") or options.get("weight_cache") or options.get("fleet") or _hub_is_known(options):
+        return
+    place = options.get("device") or device()
+    if place.startswith("cuda"):
+        thread = threading.Thread(target=_prepare, args=(place, options.get("memory_bytes")), name="penstock-prepare")
+        start_thread(thread, is_needed=False)
+
+
+def _prepare(device: str, memory_bytes: int | None) -> None:
+    import penstock.loader.load  # noqa: F401 - the load needs the module soon
+    from penstock.loader.session import prepare_staging, resolve_device
+
+    with suppress(PenstockError):
+        prepare_staging(resolve_device(device), memory_bytes, keep_s=_PREPARED_S)
+
+
+_PREPARED_S = 30.0
+"""Seconds for which prepared staging waits for the load. vLLM creates a model in a few seconds."""
 
 
 def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) -> Attached | None:
