@@ -4,11 +4,13 @@
     python -m benchmarks.bench_doors --device cuda --gib 9 --out benchmarks/results/local
     python -m benchmarks.bench_doors --doors "load_file|safe_open" --small 30000
 
-The clock starts before the import of the library and ends when one byte of each page of every tensor was read on the
-host, or when the GPU is synchronised. `door_worker` is the process. States: `kept`: the home directory, with all caches
-in it, was used before, and the files are in the page cache. `new`: each process has a new home. `cold`: a kept home,
-and files that are not in the page cache, which needs a disk. `hub`: a new home, and files from a hub on loopback.
-All ways of a door must give the same bytes. A door whose library is not installed says so. No network is used.
+The clock starts before the import of the library, for a GPU after torch has created its context, and ends when one byte
+of each page of every tensor was read on the host, or when the GPU is synchronised. `door_worker` is the process.
+
+States: `kept`: the home directory, with all caches in it, was used before, and the files are in the page cache. `new`:
+each process has a new home. `cold`: a kept home, and files that are not in the page cache, which needs a disk. `hub`: a
+new home, and files from a hub on loopback. All ways of a door must give the same bytes. A door whose library is not
+installed says so. No network is used.
 """
 
 from __future__ import annotations
