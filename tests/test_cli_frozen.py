@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import typer.main
 
-from penstock.cli.main import app, run
+from penstock.cli.main import add_commands, run
 from penstock.config import environment
+
+app = add_commands()
 
 COMMANDS = {
     "load": "URI --device --names --memory-bytes --verify --no-verify --trace --cache --dry-run --format",

@@ -25,10 +25,12 @@ from tests.support.fork_server import ForkServer
 
 import penstock as ps
 from penstock import errors
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 from penstock.config import environment
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
+
+app = add_commands()
 
 pytest.importorskip("torch")
 

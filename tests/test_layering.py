@@ -51,6 +51,7 @@ MAY_IMPORT_ROOMS: dict[str, frozenset[str]] = {
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"units"}),
     frozenset(
         {"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle", "interrupts", "timing"}
     ),
@@ -74,7 +75,6 @@ SAME_FLOOR = {
     ("arguments", "errors"),
     ("config", "errors"),
     ("entry_points", "errors"),
-    ("config", "types"),
     ("errors", "types"),
 }
 # Settings check their types as arguments are checked.

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 _NAMES = """
-arguments config descriptors entry_points errors exports interrupts lifecycle logs phases report segments types
+arguments config descriptors entry_points errors exports interrupts lifecycle logs phases report segments types units
 waits
 cuda cuda.driver cuda.events cuda.kernel_cache cuda.pack
 digest digest.cuda digest.leaf digest.strip digest.xxh3_constants
 engine engine.check engine.fetch_ring engine.place engine.run engine.threads engine.trace
 loader loader.boxes loader.load loader.progress loader.regions loader.report loader.run loader.session
 loader.tensor
-memory memory.staging
+memory memory.idle_pools memory.staging
 plan plan.layout plan.schedule plan.tensor_parallel
 storage storage.files storage.foreign_json storage.headers storage.io_uring storage.local
 storage.locate storage.manifest storage.mapped storage.safetensors storage.small_files storage.source
@@ -106,3 +106,16 @@ def test_fleet_verb_imports_no_distributed_tensors(verb: str) -> None:
 def test_garbage_collection_is_enabled_after_import() -> None:
     assert imported_by("ps.load\nimport gc\nassert gc.isenabled()")
     assert imported_by("import gc\ngc.disable()\nps.load\nassert not gc.isenabled()")
+
+
+def test_command_run_imports_neither_numpy_nor_other_packages() -> None:
+    program = (
+        "import json, sys\n"
+        "from penstock.cli.main import add_commands\n"
+        "add_commands(['run', '--', 'true'])\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    packages = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert "penstock_hf" in packages
+    assert not packages & {"numpy", "torch", "penstock_convert", "penstock_tools", "penstock_compile_cache"}

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import penstock as ps
 import penstock_compile_cache
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
@@ -36,6 +36,8 @@ from penstock.storage.weight_set import WeightSet
 from penstock.testing.checkpoints import write_llama
 from penstock.types import DType
 from penstock_compile_cache import store
+
+app = add_commands()
 
 CONFIG = {"dtype": "bf16"}
 

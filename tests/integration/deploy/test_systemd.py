@@ -18,9 +18,11 @@ from tests.support import container
 from tests.support.container import REPOSITORY, Container, Mount, Network
 from tests.support.sources import source_path
 
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 from penstock.config import Settings, environment
 from penstock.testing.checkpoints import write_llama
+
+app = add_commands()
 
 UNITS = REPOSITORY / "deploy" / "systemd"
 HUB, CACHE = "penstock-hub.service", "penstock-cache@.service"

@@ -15,13 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
+
+app = add_commands()
 
 TOKEN = "all-models-0123456789"
 OTHER = "other-models-0123456789"

@@ -11,11 +11,13 @@ import pytest
 from tests.support.long_running import long_running
 from typer.testing import CliRunner
 
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 from penstock.errors import ConfigError, DestinationError
 from penstock.testing.checkpoints import write_llama
 from penstock_convert.plan.cluster import CLUSTERS, Rates, from_json, to_json
 from penstock_tools.calibrate import operation_gb_per_s
+
+app = add_commands()
 
 SMALL = ["--trainers", "4", "--receivers", "2", "--tp", "2", "--shards", "4"]
 

@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.arguments import require_hub_address, require_name, require_texts, require_type, wrong
 from penstock.errors import ConfigError
-from penstock.types import GIB, MIB
+from penstock.units import GIB, MIB
 
 REMOTE_FETCH_THREADS = 16
 """Default number of threads that read one remote checkpoint. A request waits 20-200 ms for its first byte, and one

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from penstock.units import GB as GB
+from penstock.units import GIB as GIB
+from penstock.units import MIB as MIB
+
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
-
-GB = 10**9
-MIB = 1 << 20
-GIB = 1 << 30
 
 
 class DType(enum.StrEnum):

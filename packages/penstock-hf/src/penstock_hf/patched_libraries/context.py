@@ -323,7 +323,8 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
         return None
     local = os.fsdecode(path)
     block.report.files.append(FileRead(local, "local", os.path.getsize(path), False))
-    if _opens_for_transformers(*arguments, **options) and compat.is_large(local) and compat.is_gpu("cuda"):
+    # Ask for the size last, because the limit is in a module that imports the whole reader.
+    if _opens_for_transformers(*arguments, **options) and compat.is_gpu("cuda") and compat.is_large(local):
         return block.open_local(local, *arguments, **options)
     return None
 

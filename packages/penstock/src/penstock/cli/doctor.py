@@ -14,8 +14,7 @@ from penstock.cli import terminal
 from penstock.config import ecosystem, environment
 from penstock.entry_points import install_hint
 from penstock.report import bytes_text
-from penstock.storage.io_uring import Uring, refusal
-from penstock.types import GB, GIB, MIB
+from penstock.units import GB, GIB, MIB
 
 _ECOSYSTEMS = {
     "AWS_": "object stores: S3 and compatible",
@@ -150,6 +149,8 @@ def find_engines() -> list[Fact]:
 
 
 def _io_uring() -> Fact:
+    from penstock.storage.io_uring import Uring, refusal
+
     why = refusal()
     if not why:
         try:

@@ -12,7 +12,7 @@ from penstock.cli import terminal
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError
 from penstock.report import bytes_text, plain
-from penstock.types import GB, MIB
+from penstock.units import GB, MIB
 
 
 def load(

@@ -26,7 +26,7 @@ from penstock.hub.job_state import JobState
 from penstock.hub.routes import Handler, HubApp, Lifespan, RouteRefused
 from penstock.hub.store import MemoryStore
 from penstock.logs import log_named
-from penstock.types import MIB
+from penstock.units import MIB
 
 try:
     from starlette.concurrency import run_in_threadpool

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.errors import PlanError
 from penstock.hub.messages import ClaimRequest, HoldingState, Ranges
 from penstock.plan.schedule import to_ranges
-from penstock.types import GIB, MIB
+from penstock.units import GIB, MIB
 
 Bools = npt.NDArray[np.bool_]
 

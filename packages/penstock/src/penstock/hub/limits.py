@@ -18,7 +18,7 @@ from penstock.hub.messages import Beat, sync_key
 from penstock.hub.snapshot import DECISION_TTL_S, MEMBER_DECODER, MemberEntry
 from penstock.hub.store import Store
 from penstock.net.shares import Shares
-from penstock.types import MIB
+from penstock.units import MIB
 
 MEMBER_BYTES = 32 << 10
 """Minimum weight of a member."""
