@@ -274,13 +274,14 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
 
     The user did not name the cache, so only equal digests or equal files prove that it has the same weights.
     """
+    if options.get("weight_cache") is False or options.get("distributed") or not _hub_is_known(options):
+        return None
+    # These imports take 40 ms, which an engine without a hub does not need.
     import penstock
     from penstock.net.unix_sockets import host_id
     from penstock.peer.local_weights import revision_of
     from penstock.storage.weight_set import open_weights
 
-    if options.get("weight_cache") is False or options.get("distributed") or not _hub_is_known(options):
-        return None
     # Weight caches are members of the fleet under the names of their models.
     name = options.get("fleet") or _name_of(model)
     connection = connection_of(options, rank=None)
