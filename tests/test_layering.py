@@ -153,6 +153,7 @@ BROAD_EXCEPT = frozenset(
         # A hook in programs that are not ours: an exception there would end an engine.
         ("spi/host_plugin.py", "register"),
         ("penstock_hf/startup/sitecustomize.py", "_begin"),
+        ("penstock_hf/safetensors.py", "_add_hint"),  # a program's own error is raised, and not one about its hint
         ("penstock_dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         # An operation's config(), perhaps a user's. It is raised again as OperationFailed.

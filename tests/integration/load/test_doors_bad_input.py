@@ -1,7 +1,7 @@
 """Every way to load weights refuses bad input with the original's exception type, and says what to do.
 
 The original runs on the same files in the same test. Where the original reads the file itself, as for local files
-after `install()`, the error is the original's own.
+after `install()`, the error is the original's own, and Penstock's hint is a note.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ MODEL_DOORS: dict[str, tuple[Call, Call]] = {
 }
 BY_ORIGINAL = {"load_file after install()", "safe_open after install()", "patched_libraries()"}
 """Doors in which the original library reads local files, and raises the error itself."""
+BY_READER = {*FILE_FAULTS, "index names a missing shard"} - {"missing"}
+"""Faults of a model that safetensors finds, and not transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,11 @@ def error_of(call: Call, *arguments: Any, **options: Any) -> BaseException:
     return caught.value
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Return Penstock's notes of an error."""
+    return [note for note in getattr(error, "__notes__", []) if note.startswith("penstock: ")]
+
+
 def assert_refused_alike(original: Call, ours: Call, place: Path, *, has_hint: bool = True, **options: Any) -> None:
     """Check that both calls raise, ours as an instance of the original's class, and with a hint if it is our error."""
     theirs, error = error_of(original, place, **options), error_of(ours, place, **options)
@@ -173,20 +180,33 @@ def assert_refused_alike(original: Call, ours: Call, place: Path, *, has_hint: b
         assert error.hint and error.hint in str(error), error
 
 
+def assert_same_with_note(theirs: BaseException, error: BaseException, *, has_note: bool = True) -> None:
+    """Check that an error equals the original's in all but Penstock's note."""
+    assert (type(error), error.args, str(error)) == (type(theirs), theirs.args, str(theirs))
+    assert len(notes_of(error)) == has_note
+
+
 @pytest.mark.parametrize("fault", FILE_FAULTS)
 @pytest.mark.parametrize("door", FILE_DOORS)
 def test_faulty_file_raises_original_type(door: str, fault: str, good: Path, tmp_path: Path) -> None:
     original, ours = FILE_DOORS[door]
     place = damaged(good, tmp_path, FILE_FAULTS[fault])
     assert_refused_alike(original, ours, place)
-    assert (door in BY_ORIGINAL) is not isinstance(error_of(ours, place), PenstockError)
+    error = error_of(ours, place)
+    assert (door in BY_ORIGINAL) is not isinstance(error, PenstockError)
+    if door in BY_ORIGINAL:
+        assert_same_with_note(error_of(original, place), error)
 
 
 @pytest.mark.parametrize("fault", MODEL_FAULTS)
 @pytest.mark.parametrize("door", MODEL_DOORS)
 def test_faulty_model_raises_original_type(door: str, fault: str, good: Path, tmp_path: Path) -> None:
     original, ours = MODEL_DOORS[door]
-    assert_refused_alike(original, ours, damaged(good, tmp_path, MODEL_FAULTS[fault]))
+    place = damaged(good, tmp_path, MODEL_FAULTS[fault])
+    assert_refused_alike(original, ours, place)
+    if door in BY_ORIGINAL:
+        # transformers itself raises the other errors, before it opens a file or after it has read the files.
+        assert_same_with_note(error_of(original, place), error_of(ours, place), has_note=fault in BY_READER)
 
 
 WRONG_ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
@@ -213,6 +233,8 @@ def test_wrong_argument_raises_original_type(door: str, options: dict[str, Any],
     # An error about a name or a device contains it, and needs no hint.
     has_hint = not {"device", "name"} & options.keys()
     assert_refused_alike(original, ours, good, has_hint=has_hint, **options)
+    if door in BY_ORIGINAL & FILE_DOORS.keys():
+        assert_same_with_note(error_of(original, good, **options), error_of(ours, good, **options))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes the user, which needs root")
@@ -229,7 +251,7 @@ def test_unreadable_file_raises_original_type(door: str, good: Path, tmp_path: P
         theirs, error = error_of(original, place), error_of(ours, place)
         # safetensors 0.8 reports an unreadable file as absent. Python's own class for it is more precise.
         expected = (PermissionError, type(theirs)) if isinstance(theirs, OSError) else type(theirs)
-        return [isinstance(error, expected), getattr(error, "hint", "by the original"), repr((theirs, error))]
+        return [isinstance(error, expected), getattr(error, "hint", notes_of(error)), repr((theirs, error))]
 
     is_same, hint, text = run_as(STRANGER, attempt)
     assert is_same and hint, text
@@ -313,18 +335,23 @@ PROGRAM = """
 import json, sys
 from safetensors import safe_open
 from safetensors.torch import load_file
+def read_absent(place):
+    with safe_open(place, framework="pt") as file:
+        file.get_tensor("absent")
 found = {}
 for place in sys.argv[1:]:
-    try:
-        load_file(place)
-    except Exception as error:
-        found[place] = [type(error).__module__, type(error).__qualname__, str(error)]
+    for call in (load_file, read_absent):
+        try:
+            call(place)
+        except Exception as error:
+            found[f"{call.__name__} {place}"] = [type(error).__module__, type(error).__qualname__, list(error.args),
+                str(error), getattr(error, "__notes__", [])]
 print(json.dumps(found))
 """
 
 
 def test_program_under_penstock_run_gets_original_errors(good: Path, tmp_path: Path) -> None:
-    files = []
+    files = [str(good / FILE)]
     for number, damage in enumerate(FILE_FAULTS.values()):
         files.append(str(damaged(good, tmp_path / str(number), damage) / FILE))
     command = [sys.executable, "-c", PROGRAM, *files]
@@ -333,5 +360,8 @@ def test_program_under_penstock_run_gets_original_errors(good: Path, tmp_path: P
         for prefix in ([], [sys.executable, "-m", "penstock", "run", "--"])
     ]
     theirs, ours = map(json.loads, answers)
-    assert theirs.keys() == set(files)
-    assert ours == theirs
+    assert len(theirs) == 2 * len(files) - 1
+    for call in theirs.keys() | ours.keys():
+        (*stock, no_notes), (*same, notes) = theirs[call], ours[call]
+        assert same == stock and no_notes == []
+        assert len(notes) == 1 and notes[0].startswith("penstock: ")

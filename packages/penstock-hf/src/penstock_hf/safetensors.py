@@ -10,7 +10,8 @@ file:
 - A large file that is opened for a GPU gets Penstock's reader, which reads ahead straight to the device.
 - Any other file gets the original reader, which maps local files without a copy.
 
-Only `safe_open` is replaced. All other functions of safetensors are unchanged.
+Only `safe_open` is replaced. All other functions of safetensors are unchanged. An error of the original reader keeps
+its type, its arguments, its text and its traceback, and gets Penstock's hint as a note (`BaseException.add_note`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from penstock.errors import ConfigError, MissingExtra, PenstockError
@@ -61,7 +62,12 @@ class _Replacement(type):
         reason = _reason_for_penstock(filename, framework, device) if _count else ""
         if not reason:
             _log.debug("%s: read by safetensors", filename)
-            return _original(*arguments, **options)
+            try:
+                return _original(*arguments, **options)
+            except Exception as error:
+                if _count:
+                    _add_hint(error, filename)
+                raise
         _log.debug("%s: read by penstock: %s", filename, reason)
         # Import `safe_open` only here, because it imports torch, which the program may not need.
         with extras_named():
@@ -85,6 +91,7 @@ _lock = threading.Lock()
 _count = 0
 _original: Any = None
 _replacement: Any = None
+_original_exit: Any = None
 # Functions that are called before a reader is selected, newest first. Each returns an open file, or None to decline.
 _openers: list[Callable[..., Any]] = []
 
@@ -99,7 +106,7 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
     Args:
         replacements: additional objects to replace in the same pass. Pass the same mapping to `uninstall`.
     """
-    global _count, _original, _replacement
+    global _count, _original, _original_exit, _replacement
     try:
         import safetensors
     except ImportError as error:
@@ -108,6 +115,9 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
         if _replacement is None:
             _original = safetensors.safe_open
             _replacement = _make(_original)
+            _original_exit = getattr(_original, "__exit__", None)
+        if not _count and _original_exit is not None:
+            _set_exit(_exit)
         rebind({**({} if _count else {_original: _replacement}), **(replacements or {})})
         _count += 1
 
@@ -119,6 +129,8 @@ def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
         if not _count:
             return
         _count -= 1
+        if not _count and getattr(_original, "__exit__", None) is _exit:
+            _set_exit(_original_exit)
         others = {new: old for old, new in (replacements or {}).items()}
         rebind({**({} if _count else {_replacement: _original}), **others})
 
@@ -171,6 +183,35 @@ def _make(original: Any) -> Any:
         "__signature__": inspect.signature(original),
     }
     return _Replacement("safe_open", (), body)
+
+
+def _set_exit(function: Any) -> None:
+    """Let files of the original class call a function at the end of a `with` block."""
+    # A release of safetensors may make its class immutable. Its errors in `with` blocks then have no hint.
+    with suppress(AttributeError, TypeError):
+        _original.__exit__ = function
+
+
+def _exit(file: Any, kind: Any, error: Any, trace: Any, /) -> Any:
+    """Close a file of the original class like its `__exit__`.
+
+    A wrapper of `get_tensor` would slow down every read, so an error gets its hint here.
+    """
+    if isinstance(error, Exception):
+        _add_hint(error, file=file)
+    return _original_exit(file, kind, error, trace)
+
+
+def _add_hint(error: Exception, filename: Any = None, file: Any = None) -> None:
+    """Add a hint to an error that the original reader raised, for a file to open or for an open file."""
+    try:
+        from penstock_hf import reader_hints
+
+        hint = reader_hints.of_open(error, filename) if file is None else reader_hints.of_use(error, file)
+        if hint:
+            error.add_note(f"{reader_hints.PREFIX}{hint}.")
+    except Exception:  # noqa: BLE001 - the program must get the reader's error, and not an error about the hint
+        return
 
 
 def _reason_for_penstock(filename: object, framework: object, device: object) -> str:
