@@ -9,8 +9,10 @@ of each page of every tensor was read on the host, or when the GPU is synchronis
 
 States: `kept`: the home directory, with all caches in it, was used before, and the files are in the page cache. `new`:
 each process has a new home. `cold`: a kept home, and files that are not in the page cache, which needs a disk. `hub`: a
-new home, and files from a hub on loopback. All ways of a door must give the same bytes. A door whose library is not
-installed says so. No network is used.
+new home, and files from a hub on loopback. `volume`: cold files on a network volume (FUSE), which needs root. `http`: a
+kept home, and URIs of a server on loopback. The volume and this server send `--mb-per-s`, and the volume waits for
+`--latency-ms` before each response. The original cannot read a URI, so it downloads the file and reads the copy. All
+ways of a door must give the same bytes. A door whose library is not installed says so. No network is used.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.door_worker import DOORS, Door, Job
 from benchmarks.load import cache
+from tests.support.servers.network_volume import NetworkVolume, refusal
+
+from penstock.testing.http_server import Faults, RangeServer
 
 WORKER = [sys.executable, "-m", "benchmarks.door_worker"]
-STATES = ("kept", "new", "cold", "hub")
+STATES = ("kept", "new", "cold", "hub", "volume", "http")
 TIMEOUT_S = 900.0
 PARTS = ("imports_s", "first_s", "again_s")
 PROCESSOR = ("imports_processor_s", "call_processor_s")
@@ -59,12 +64,13 @@ class Places:
         self._asked = asked
         self._stack = stack
         self._made: set[str] = set()
+        self._networks: dict[tuple[str, str], str] = {}
         (root / "run").mkdir(mode=0o700)
 
     def job(self, door: str, way: str, state: str) -> Job:
         """Return the job of one process, without the time of its start."""
         kind = DOORS[door].checkpoint
-        name = kind if kind in {"dcp", "diffusers", "sentence_transformers", "manifest"} else "model"
+        name = kind if kind in {"dcp", "diffusers", "sentence_transformers", "manifest", "files"} else "model"
         if self._asked.small and name == "model":
             name = "small"
         self._make(name)
@@ -72,10 +78,13 @@ class Places:
             self._make("peft")
         if kind == "held":
             self._hold(name)
-        on_hub = state == "hub"
-        place = f"org/{name}" if on_hub else str(self.root / name)
-        adapter = "org/adapter" if on_hub else str(self.root / "adapter")
-        return Job(door, way, place, self.files(name), self._asked.device, adapter=adapter)
+        place, adapter, files = str(self.root / name), str(self.root / "adapter"), self.files(name)
+        if state == "hub":
+            place, adapter = f"org/{name}", "org/adapter"
+        elif state in {"volume", "http"}:
+            place = self._over_network(name, state)
+            files = [f"{place}/{os.path.basename(path)}" for path in files]
+        return Job(door, way, place, files, self._asked.device, adapter=adapter)
 
     def files(self, name: str) -> list[str]:
         """Return the files with weights of one checkpoint."""
@@ -88,6 +97,19 @@ class Places:
         server = self._background(command, {})
         assert server.stdout is not None
         return server.stdout.readline().strip()
+
+    def _over_network(self, name: str, state: str) -> str:
+        """Return where a network volume, or a server, has the files of a checkpoint."""
+        if (name, state) not in self._networks:
+            speed, directory = self._asked.mb_per_s * 1e6, self.root / name
+            if state == "http":
+                server = RangeServer(directory, faults=Faults(total_bytes_per_s=int(speed)))
+                self._networks[name, state] = self._stack.enter_context(server).url
+            else:
+                latency_s = self._asked.latency_ms / 1e3
+                volume = NetworkVolume(directory, self.root / f"{name}-volume", latency_s=latency_s, bytes_per_s=speed)
+                self._networks[name, state] = str(self._stack.enter_context(volume))
+        return self._networks[name, state]
 
     def _make(self, name: str) -> None:
         if name in self._made:
@@ -160,6 +182,8 @@ def missing(door: Door, way: str, asked: argparse.Namespace, state: str) -> str:
         return "needs a model"
     if state == "hub" and importlib.util.find_spec("huggingface_hub") is None:
         return "huggingface_hub is not installed"
+    if state == "volume" and refusal():
+        return refusal()
     if state == "cold" and cache.file_system(asked.directory) == "tmpfs":
         return f"{asked.directory} is in memory, so no file is cold"
     return ""
@@ -250,16 +274,16 @@ def measure(door: str, places: Places, asked: argparse.Namespace, url: str) -> I
         answers: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         note = "; ".join(notes[way] for way in described.ways if notes[way] and "installed" not in notes[way])
         # The first run with a kept home fills its caches. It is not counted.
-        for run in range(0 if state in {"kept", "cold"} else 1, asked.runs + 1):
+        for run in range(1 if state in {"new", "hub"} else 0, asked.runs + 1):
             for turn in range(len(ways)):
                 way = ways[(turn + run) % len(ways)]
                 job = places.job(door, way, state)
-                if state == "cold" and (left := cache.evict(job.files)) > 0.01:
+                if state in {"cold", "volume"} and (left := cache.evict(job.files)) > 0.01:
                     note = f"{left:.0%} of the files stayed in the page cache"
                 extra = {}
                 if state == "hub":
                     extra = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-                elif state != "cold":
+                elif state in {"kept", "new"}:
                     cache.warm(job.files)
                 with contextlib.ExitStack() as stack:
                     home = homes[way]
@@ -344,6 +368,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--doors", default="", help="only doors whose name this regular expression finds")
     parser.add_argument("--states", nargs="*", choices=STATES, default=["kept", "new", "cold"])
+    parser.add_argument("--latency-ms", type=float, default=5.0, help="of each request to the volume")
+    parser.add_argument("--mb-per-s", type=float, default=300.0, help="of the volume and of the server of URIs")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the checkpoints are written")
     parser.add_argument("--out", type=Path, help="directory for doors.md, and for doors.jsonl, which is appended to")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)

@@ -18,7 +18,8 @@ import gc  # noqa: E402 - the clock has started
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable, Iterable, Mapping  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Callable, Iterable, Iterator, Mapping  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 
@@ -30,6 +31,7 @@ class Job(NamedTuple):
     directory: str
     """Directory of the checkpoint, or its name on the hub."""
     files: list[str]
+    """Paths or URIs of the files with weights."""
     device: str
     began: float = 0.0
     """When the process was started, by the clock of `time.monotonic`."""
@@ -41,12 +43,24 @@ Load = Callable[[], Any]
 """The call of a door. It returns tensors by name, or modules, or None if another process has the weights."""
 
 
+def _readable(job: Job) -> Iterator[str]:
+    """Yield the files. The original cannot read a URI, so download the file for it. An open file outlives its name."""
+    for path in job.files:
+        if job.way == "penstock" or "://" not in path:
+            yield path
+            continue
+        import urllib.request
+
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+            yield urllib.request.urlretrieve(path, f"{directory}/model.safetensors")[0]
+
+
 def _stock_load_file(job: Job) -> Load:
     import safetensors.torch
 
     def load() -> Any:
         # The function is looked up in each call, as most programs do.
-        return [safetensors.torch.load_file(path, device=job.device) for path in job.files]
+        return [safetensors.torch.load_file(path, device=job.device) for path in _readable(job)]
 
     return load
 
@@ -64,7 +78,7 @@ def _stock_safe_open(job: Job) -> Load:
 
     def load() -> Any:
         tensors: dict[str, Any] = {}
-        for path in job.files:
+        for path in _readable(job):
             with safetensors.safe_open(path, framework="pt", device=job.device) as file:
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping
                     tensors[name] = file.get_tensor(name)
@@ -334,6 +348,7 @@ class Door(NamedTuple):
 
 _ST = Way(_stock_load_file, ("safetensors",))
 _LIBRARY_STATES = ("kept", "new", "cold", "hub")
+_FILE_STATES = ("kept", "new", "cold", "volume", "http")
 _PATCHED = {
     "transformers": (_transformers, ("transformers",), "model"),
     "accelerate": (_accelerate, ("accelerate", "transformers"), "model"),
@@ -348,7 +363,8 @@ DOORS: dict[str, Door] = {
             "penstock": Way(_penstock_load),
             "instanttensor": Way(_instanttensor, ("instanttensor",), ("cuda",)),
             "fastsafetensors": Way(_fastsafetensors, ("fastsafetensors",), ("cuda",)),
-        }
+        },
+        states=_FILE_STATES,
     ),
     "load, verified": Door(
         {
@@ -374,14 +390,21 @@ DOORS: dict[str, Door] = {
         )
         for name, (stock, packages, checkpoint) in _PATCHED.items()
     },
-    "load_file after install()": Door({"stock": _ST, "penstock": Way(_installed_load_file, ("safetensors",))}),
-    "load_file under penstock run": Door({"stock": _ST, "penstock": _ST}, runs_program=True),
-    "safe_open after install()": Door(
-        {
-            "stock": Way(_stock_safe_open, ("safetensors",)),
-            "penstock": Way(_installed_safe_open, ("safetensors",)),
-        }
+    "load_file after install()": Door(
+        {"stock": _ST, "penstock": Way(_installed_load_file, ("safetensors",))}, states=_FILE_STATES
     ),
+    "load_file under penstock run": Door({"stock": _ST, "penstock": _ST}, runs_program=True),
+    **{
+        f"safe_open{words} after install()": Door(
+            {
+                "stock": Way(_stock_safe_open, ("safetensors",)),
+                "penstock": Way(_installed_safe_open, ("safetensors",)),
+            },
+            checkpoint=checkpoint,
+            states=states,
+        )
+        for words, checkpoint, states in (("", "model", _FILE_STATES), (" of 1,000 files", "files", ("kept", "cold")))
+    },
     "penstock.safe_open": Door(
         {"stock": Way(_stock_safe_open, ("safetensors",)), "penstock": Way(_penstock_safe_open)}
     ),
@@ -533,7 +556,7 @@ def make(library: str, root: str, gib: float) -> None:
     """Save a model of random weights below `root`. Only the size of a Llama, and of its adapter, can be chosen."""
     import torch
 
-    if library in {"model", "small"}:
+    if library in {"model", "small", "files"}:
         from pathlib import Path
 
         from tests.support.moe import write_moe
@@ -542,6 +565,8 @@ def make(library: str, root: str, gib: float) -> None:
 
         if library == "small":
             write_moe(Path(root, "small"), num_tensors=int(gib), tensor_bytes=4096, shards=1)
+        elif library == "files":
+            write_moe(Path(root, "files"), num_tensors=1000, tensor_bytes=4096, shards=1000)
         else:
             write_llama(f"{root}/model", total_bytes=int(gib * (1 << 30)), fp8=False, shards=4)
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.door_worker import DOORS, Job
 from tests.support.long_running import long_running
+from tests.support.servers.network_volume import refusal
 
 from benchmarks import door_worker
 from penstock.testing.checkpoints import write_llama
@@ -47,3 +48,18 @@ def test_page_has_row_for_each_way(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "doors.md").read_text()
     assert page == done.stdout.removesuffix("\n")
     assert all(f"| {row['door']} | {row['state']} | " in page for row in rows)
+
+
+@long_running
+def test_network_states_have_row_for_each_way(tmp_path: Path) -> None:
+    small = ["--gib", "0.01", "--runs", "1", "--states", "kept", "volume", "http", "--latency-ms", "0"]
+    places = ["--directory", str(tmp_path), "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "benchmarks.bench_doors", *small, *places, "--doors", "^load$|^safe_open"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "doors.jsonl").read_text().splitlines()]
+    measured = {(row["door"], row["state"]): row["ways"].keys() for row in rows}
+    for state in ("http", *([] if refusal() else ["volume"])):
+        assert measured["load", state] >= {"load_file", "penstock"}
+        assert measured["safe_open after install()", state] == {"stock", "penstock"}
+    assert measured["safe_open of 1,000 files after install()", "kept"] == {"stock", "penstock"}
