@@ -26,7 +26,7 @@ from scripts.source_roots import ROOT, modules
 
 import penstock
 from penstock import exports
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 
 SNAPSHOT = ROOT / "tests" / "api" / "public_api.txt"
 DOCUMENTS = ("README.md", "docs", "examples")
@@ -240,7 +240,7 @@ def type_text(annotation: Any) -> str:
 def command_line() -> list[str]:
     """Return the lines for the commands: arguments and options with type, default and variable."""
     lines: list[str] = []
-    for name, command in commands(typer.main.get_command(app)):
+    for name, command in commands(typer.main.get_command(add_commands())):
         lines.append(f"$ penstock {name}")
         for parameter in command.params:
             words = "/".join([*parameter.opts, *parameter.secondary_opts])

@@ -125,7 +125,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 def command_reference() -> str:
     """Return the page of all commands with their arguments and options, as the command itself declares them."""
-    from penstock.cli.main import app
+    from penstock.cli.main import add_commands
 
     lines = [
         "# Commands",
@@ -133,7 +133,7 @@ def command_reference() -> str:
         "This page is generated from the command line itself. [The guide](../cli.md) explains when to use what.",
         "",
     ]
-    _describe(typer.main.get_command(app), "penstock", lines)
+    _describe(typer.main.get_command(add_commands()), "penstock", lines)
     return "\n".join(lines) + "\n"
 
 

@@ -56,7 +56,7 @@ FLOORS: tuple[frozenset[str], ...] = (
         {"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle", "interrupts", "timing"}
     ),
     frozenset({"descriptors", "exports", "logs", "phases", "segments", "totals", "waits"}),
-    frozenset({"cuda", "net"}),
+    frozenset({"cuda", "net", "ranks"}),
     frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),
     frozenset({"storage", "memory", "transport"}),

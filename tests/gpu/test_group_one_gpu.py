@@ -19,8 +19,8 @@ import penstock
 from penstock.cuda.driver import load_driver
 from penstock.engine.place import Segment
 from penstock.loader.group import _DeviceCopies
+from penstock.ranks.collectives import GroupCollectives
 from penstock.testing.checkpoints import write_llama
-from penstock.transport.collective import GroupCollectives
 from penstock.types import MIB
 
 pytestmark = pytest.mark.gpu

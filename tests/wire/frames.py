@@ -27,11 +27,12 @@ from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRA
 from penstock.hub import app
 from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
-from penstock.loader import group, shared_read
+from penstock.loader import group
 from penstock.loader.group import LoadGroup
 from penstock.peer.local_weights import tabulate
 from penstock.plan.layout import Form, Layout
 from penstock.plan.schedule import plan_load
+from penstock.ranks import agreement
 from penstock.storage import MemorySource, manifest
 from penstock.storage.cache import open_cached
 from penstock.storage.safetensors import encode_header
@@ -180,7 +181,7 @@ def _read_check_values(raw: bytes) -> Any:
 
 
 def _write_plan_digest() -> bytes:
-    """What a rank of a load gives to the others, before they read."""
+    """The digest that a rank of a load gives to the others after its word, before they read."""
     given: list[bytes] = []
 
     class Ranks(LoadGroup):
@@ -191,8 +192,8 @@ def _write_plan_digest() -> bytes:
             given.append(own)
             return [own]
 
-    Ranks().agree(plan_load(TABLE, file_nbytes=[160], chunk_bytes=64), "w1-" + "ab" * 32)
-    return given[0]
+    Ranks().agree_on(plan_load(TABLE, file_nbytes=[160], chunk_bytes=64), "w1-" + "ab" * 32)
+    return given[0][1 : 1 + agreement.DIGEST_BYTES]
 
 
 def _digests() -> bytes:
@@ -231,11 +232,11 @@ def _words() -> bytes:
             "protocol of a job": JOB_PROTOCOL.partition(".")[0],
             "coding of a region": [CODING, CHUNK_HEAD_BYTES],
             "words of a shared read": [
-                shared_read.READY,
-                shared_read.BUSY,
-                shared_read.FAILED,
-                shared_read.BEGIN,
-                shared_read.END,
+                agreement.READY,
+                agreement.BUSY,
+                agreement.FAILED,
+                agreement.BEGIN,
+                agreement.END,
             ],
             "bytes of a round's status": group.STATUS_BYTES,
             "keys of a checkpoint": [BYTES_KEY, PATHS_KEY],

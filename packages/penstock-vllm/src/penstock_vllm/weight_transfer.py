@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import penstock
 from penstock.errors import ConfigError, NotFound, PeerLost
-from penstock.spi import connection_of
+from penstock.spi import connection_of, reason_of, reasons_of
 from penstock_vllm.plugin import PLUGIN, PREFIX_CACHES, REPLIES, rank_of_engine, refuse_unprotected_sleep, vllm_logger
 from penstock_vllm.staging import StagingModel
 
@@ -341,9 +341,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         return staging.load_weights(weights)
 
 
-_REASON_BYTES = 1024
-"""Size in bytes of the failure reason that a worker sends to all other workers. Collectives require the same size on
-all workers."""
+_AGREE_S = 600.0
+"""Seconds that a worker waits for the others, which may still receive. Source: the timeout of NCCL's groups."""
 
 
 @contextlib.contextmanager
@@ -356,7 +355,7 @@ def _agreed() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        why = str(error) or type(error).__name__
+        why = reason_of(error)
         raise
     finally:
         # A failed worker must also take part in the collective, because the other workers wait for it.
@@ -374,15 +373,9 @@ def _gathered(mine: str) -> list[str]:
     """Return all workers' texts, ordered by pipeline stage and then by tensor-parallel rank. Collective."""
     from vllm.distributed import get_pp_group, get_tp_group
 
-    text = mine.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-    texts = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
     # The device may have failed, so use the groups' CPU backends.
-    for group in (get_tp_group(), get_pp_group()):
-        if group.world_size > 1:
-            parts = [torch.empty_like(texts) for _ in range(group.world_size)]
-            torch.distributed.all_gather(parts, texts, group=group.cpu_group)
-            texts = torch.cat(parts)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
+    groups = [group.cpu_group for group in (get_tp_group(), get_pp_group()) if group.world_size > 1]
+    return reasons_of(groups, mine, stall_s=_AGREE_S)
 
 
 def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:

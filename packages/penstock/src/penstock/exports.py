@@ -126,6 +126,8 @@ SPI = {
     "Settings": "penstock.config",
     # An engine's weights from a cache, a fleet or storage.
     "checkpoint": "penstock.spi.engine_weights",
+    "reason_of": "penstock.ranks.agreement",
+    "reasons_of": "penstock.ranks.agreement",
     "prepare_checkpoint": "penstock.spi.engine_weights",
     "RankInfo": "penstock.spi.engine_weights",
     "FleetOptions": "penstock.spi.engine_weights",

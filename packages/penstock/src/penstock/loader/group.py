@@ -17,11 +17,11 @@ from blake3 import blake3
 
 from penstock.cuda.driver import QUEUE_DEPTH, load_driver
 from penstock.engine.place import HostPlace, Segment, place_on
-from penstock.errors import PeerLost, PenstockError, PlanError
+from penstock.errors import PeerLost, PenstockError
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, LoadSession
 from penstock.plan.schedule import LoadPlan
-from penstock.transport.collective import GroupCollectives
+from penstock.ranks.agreement import RankWords
 from penstock.types import I64, Box, TensorTable
 
 STATUS_BYTES = 512
@@ -32,9 +32,6 @@ ROUND_BYTES = 32 << 20
 
 ROUNDS_IN_FLIGHT = 2
 """Number of rounds queued on a CUDA device. One is packed while another is gathered."""
-
-_DIGEST_BYTES = 32
-"""Length in bytes of the digest that ranks compare. A failed rank sends zeros instead."""
 
 
 def exchange(
@@ -49,7 +46,7 @@ def exchange(
     session.intake.local_world_size = ranks.world_size
     with ranks.reports_failure():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
-    ranks.agree(plan, session.manifest.revision)
+    ranks.agree_on(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
     # On the CPU the host waits for each round, so a larger round would only use more memory.
@@ -83,7 +80,7 @@ def _place(session: LoadSession, plan: LoadPlan) -> tuple[Any, PenstockError | N
     return place, None
 
 
-class LoadGroup(GroupCollectives):
+class LoadGroup(RankWords):
     """The collectives of a load's ranks, and their agreement on a plan before they read."""
 
     poll_s = 1e-3
@@ -94,31 +91,16 @@ class LoadGroup(GroupCollectives):
         """Report an error in the block to the other ranks, which are waiting to agree on a plan, and raise it."""
         try:
             yield
-        except PenstockError:
-            # Send zeros instead of a digest, so that every rank makes the same collective calls.
-            self.gather_bytes(bytes(_DIGEST_BYTES))
-            raise
+        except PenstockError as error:
+            self.agree(error=error)
 
-    def agree(self, plan: LoadPlan, revision: str) -> None:
-        """Check that all ranks planned the same reads of the same weights.
-
-        Every rank raises PlanError if the plans differ, and PeerLost if another rank failed before it had a plan.
-        """
+    def agree_on(self, plan: LoadPlan, revision: str) -> None:
+        """Check that all ranks planned the same reads of the same weights. Raise the errors of `agree`."""
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
         digest.update("\n".join(plan.table.names).encode())
-        digests = self.gather_bytes(digest.digest())
-        lost = [rank for rank, word in enumerate(digests) if not any(word)]
-        if lost:
-            raise PeerLost(
-                f"ranks {lost} of the group failed before planning the load", hint="see the errors of these ranks"
-            )
-        odd = [rank for rank, word in enumerate(digests) if word != digests[0]]
-        if odd:
-            raise PlanError(
-                f"ranks {odd} differ from rank 0 in weights or options", hint="pass the same arguments on all ranks"
-            )
+        self.agree(digest=digest.digest())
 
 
 class _Rounds:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from penstock.config import Settings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, NotFound, OperationFailed, PeerLost, PenstockError
-from penstock.loader.shared_read import BEGIN, BUSY, BUSY_S, END, FAILED, RankWords, SharedRead, SharedReadReport
+from penstock.loader.shared_read import BUSY_S, SharedRead, SharedReadReport
 from penstock.logs import log_named
+from penstock.ranks.agreement import BEGIN, BUSY, END, FAILED, RankWords
 from penstock.storage import open_source, timed
 from penstock.storage.safetensors import Header, read_header
 from penstock.storage.weight_set import open_weights
@@ -62,6 +63,8 @@ class SharedFiles:
         if "nccl" in str(dist.get_backend(group)):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._ranks = RankWords(self._group, self.device, self._settings.stall_s)
+        # A round on CUDA has six waits below a millisecond. On the CPU, polling takes CPU time from the reads.
+        self._ranks.poll_s = 5e-5 if self.device.type == "cuda" else 5e-4
         self._open: list[SharedFile] = []
         # The files that were opened since the last shared read began.
         self._new: list[SharedFile] = []

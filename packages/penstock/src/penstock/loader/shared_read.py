@@ -17,24 +17,20 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
 from penstock.engine.check import TensorChecker
-from penstock.errors import Cancelled, DestinationError, NotFound, PeerLost, PenstockError, PlanError
+from penstock.errors import Cancelled, DestinationError, NotFound, PeerLost, PenstockError
 from penstock.loader.index import bounding_box
 from penstock.loader.shared_turns import TurnPiece, TurnRegion, cut_turns, region_of
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
+from penstock.ranks.agreement import BUSY, FAILED, READY, RankWords
 from penstock.report import Summarised, bytes_text
 from penstock.storage.files import FileSource
 from penstock.storage.weight_set import WeightSet, nothing_to_verify
-from penstock.transport.collective import GroupCollectives
 from penstock.types import GB, Box, DType
-
-READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
-"""The words that a rank may send before a step. The ranks take the step only if all send the same word."""
 
 BUSY_S = 1.0
 """Seconds after which a rank that cannot continue sends BUSY, so that the other ranks do not consider it lost."""
@@ -48,9 +44,6 @@ ALIGN_BYTES = 512
 
 MAX_READS = 16
 """Number of concurrent reads. 16 reads of 8 MiB saturate a link of 10 Gb/s with round trips of 100 ms."""
-
-_WORD_BYTES = 33
-"""Size in bytes of a word and the digest that is sent with BEGIN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,36 +77,6 @@ class SharedReadReport(Summarised):
             f"window peak {bytes_text(self.peak_window_bytes)}\n"
             f"{'verified' if self.verified else 'not verified'}: {self.why}"
         )
-
-
-class RankWords(GroupCollectives):
-    """The collectives by which ranks agree that all of them can continue."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
-        super().__init__(group, device, stall_s)
-        # A round on CUDA has six waits below a millisecond. On the CPU, polling takes CPU time from the reads.
-        self.poll_s = 5e-5 if device.type == "cuda" else 5e-4
-
-    def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
-        """Send `word` to the other ranks. Return whether all ranks sent the same word, or False if some are BUSY.
-
-        A FAILED rank raises `error`, and the others raise PeerLost. All ranks raise PlanError if their weights differ.
-        """
-        words = self.gather_bytes(bytes([word]) + digest.ljust(_WORD_BYTES - 1, b"\0"))
-        failed = [rank for rank, received in enumerate(words) if received[0] == FAILED]
-        if error is not None:
-            raise error
-        if failed:
-            raise PeerLost(f"ranks {failed} of the group failed", hint="see the errors of these ranks")
-        if any(received[0] == BUSY for received in words):
-            return False
-        odd = [rank for rank, received in enumerate(words) if received != words[0]]
-        if odd:
-            raise PlanError(
-                f"ranks {odd} load different weights from rank 0, or with different options",
-                hint="use the same model, revision and options on all ranks, and make the same calls on all ranks",
-            )
-        return True
 
 
 class _Tensor(msgspec.Struct, eq=False):

@@ -39,6 +39,8 @@ from penstock.net.unix_sockets import private_directory as private_directory
 from penstock.peer.local_weights import revision_of as revision_of
 from penstock.peer.local_weights import tabulate as tabulate
 from penstock.phases import Phases as Phases
+from penstock.ranks.agreement import reason_of as reason_of
+from penstock.ranks.agreement import reasons_of as reasons_of
 from penstock.report import Summarised as Summarised
 from penstock.report import bytes_text as bytes_text
 from penstock.spi.connection import connection_of as connection_of
@@ -112,6 +114,8 @@ __all__: list[str] = [
     "Phases",
     "Settings",
     "checkpoint",
+    "reason_of",
+    "reasons_of",
     "prepare_checkpoint",
     "RankInfo",
     "FleetOptions",

@@ -8,14 +8,12 @@ import torch
 
 import penstock
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import PeerLost
 from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena, needed_bytes
+from penstock.ranks.agreement import RankWords
 from penstock.sync.report import UpdateReport
-from penstock.transport.collective import GroupCollectives
 
-_REASON_BYTES = 1024
-"""Size in bytes of the reason that a rank sends to the other ranks. Collectives require the same size on all ranks."""
+_UNCHANGED = "the engine is unchanged, so send the weights again"
 
 
 class VersionReceiver(Closeable):
@@ -45,7 +43,7 @@ class VersionReceiver(Closeable):
         self._device = device
         self._tensors: dict[str, torch.Tensor] = {}
         stall_s = Settings.read(stall_s=connection.stall_s).stall_s
-        self._ranks = None if group is None else _Ranks(group, torch.device("cpu"), stall_s)
+        self._ranks = None if group is None else RankWords(group, torch.device("cpu"), stall_s)
         # Update directly, because the engine does not read this memory before the version is complete.
         self._subscriber = penstock.subscriber(
             name, self._allocate, connection=connection, mode="direct", transforms=transforms, rank=rank
@@ -67,18 +65,17 @@ class VersionReceiver(Closeable):
             PenstockError: see `penstock.sync.Subscriber.update`.
             PeerLost: another rank is lost or did not receive the version, so no tensors are returned.
         """
-        why = ""
         try:
             if version is not None:
                 self._subscriber.wait(version, timeout_s)
             self.report = self._subscriber.update(version, timeout_s)
         except BaseException as error:
-            why = str(error) or type(error).__name__
-            raise
-        finally:
             # A rank that failed must take part too, because the other ranks wait for it.
             if self._ranks is not None:
-                self._ranks.agree(why)
+                self._ranks.agree(error=error)
+            raise
+        if self._ranks is not None:
+            self._ranks.agree(hint=_UNCHANGED)
         return self._tensors
 
     def close(self) -> None:
@@ -93,15 +90,3 @@ class VersionReceiver(Closeable):
             for (name, tensor), offset in zip(published.items(), offsets, strict=True)
         }
         return self._tensors
-
-
-class _Ranks(GroupCollectives):
-    poll_s = 0.01
-
-    def agree(self, why: str) -> None:
-        """Raise PeerLost if another rank failed and this rank did not. `why` says why this rank failed, or is empty."""
-        sent = why.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-        reasons = [reason.rstrip(b"\0").decode(errors="replace") for reason in self.gather_bytes(sent)]
-        others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-        if others and not why:
-            raise PeerLost("; ".join(others), hint="the engine is unchanged, so send the weights again")

@@ -22,7 +22,7 @@ class GroupCollectives:
     the caller and is never aborted. The exchanged tensors are on `device`.
     """
 
-    poll_s: float
+    poll_s = 0.01
     """Seconds between two polls of a collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
@@ -39,7 +39,7 @@ class GroupCollectives:
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
         gathered = torch.empty(self.world_size * len(own), dtype=torch.uint8, device=self.device)
         self.finish(self.post_gather(gathered, mine))
-        return [bytes(row.tolist()) for row in gathered.cpu().view(self.world_size, -1)]
+        return [row.numpy().tobytes() for row in gathered.cpu().view(self.world_size, -1)]
 
     def post_gather(self, into: torch.Tensor, own: torch.Tensor) -> Any:
         """Start an all_gather; see `post`."""
