@@ -139,7 +139,7 @@ def test_wrong_argument_hint_lists_accepted_values(options: dict[str, Any], expe
 def test_absent_tensor_hint_names_closest(model: Path) -> None:
     note = note_of(lambda: read(model, "embed.wieght"))
     assert "2 tensors" in note and "'embed.weight'" in note
-    assert "closest" not in note_of(lambda: read(model, "q"))
+    assert "Closest" not in note_of(lambda: read(model, "q"))
 
 
 def test_closest_name_is_found_among_thousands(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def of_use(error: Exception, file: Any) -> str:
         if absent is None or absent[1] in (names := file.keys()):
             return ""
         similar = _similar(absent[1], names)
-        closest = f"The closest names are {_listed(similar, len(similar))}. " if similar else ""
+        closest = f"Closest names: {_listed(similar, len(similar))}. " if similar else ""
         return printable(f"the file has {len(names)} tensors. {closest}keys() lists all names")
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError | AssertionError) or _can_read(file):
@@ -132,7 +132,7 @@ def _content(folder: str, wanted: str = "") -> str:
     except OSError as error:
         return f"The directory cannot be listed: {error.strerror}"
     if similar := _similar(wanted, names):
-        return f"Similar names in it are {_listed(similar, len(similar))}"
+        return f"Similar names in it: {_listed(similar, len(similar))}"
     weights = [name for name in names if name.endswith(_SUFFIX)]
     if weights:
         return f"It has {_listed(weights, 3)}"
