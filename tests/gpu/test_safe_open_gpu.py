@@ -133,7 +133,7 @@ def test_reading_ahead_stays_within_device_memory(layers: Path) -> None:
         for name in file.offset_keys():
             file.get_tensor(name)
     # The tensor that the program holds, two that are partly read, and a block for the next are beside the limit.
-    assert torch.cuda.max_memory_allocated() - before <= memory_bytes * 5 // 4 + 3 * LAYER_BYTES
+    assert torch.cuda.max_memory_allocated() - before <= memory_bytes * 3 // 2 + 3 * LAYER_BYTES
     assert torch.cuda.memory_allocated() == before
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.place import FIRST_BYTES, CudaPlace, Segment, num_first_slabs
+from penstock.engine.place import FIRST_BYTES, CudaPlace, Segment, blocks_of, num_first_slabs
 from penstock.errors import DeviceOutOfMemory
 from penstock.memory.staging import StagingPool
+from penstock.types import MIB
 
 HALF = FIRST_BYTES // 2
 
@@ -176,3 +177,15 @@ def test_waiting_for_slabs_allocates_nothing(device: Device, fails: bool) -> Non
     assert found == [not fails]
     assert device.threads <= {threading.get_ident()}
     assert not fails or place._slabs == [None, None]
+
+
+def test_block_has_exactly_the_bytes_of_its_slabs() -> None:
+    slabs = [34 * MIB] * 5 + [5, 600 * MIB + 1, 34 * MIB, MIB, 40 * MIB]
+    blocks, nbytes = blocks_of(slabs, 128 * MIB)
+    assert blocks == [0, 0, 0, 1, 1, -1, 2, 3, -1, 3]
+    assert nbytes == {0: 3 * 34 * MIB, 1: 2 * 34 * MIB, 2: 600 * MIB + 512, 3: 74 * MIB}
+
+
+def test_no_slabs_need_no_block() -> None:
+    assert blocks_of([], 128 * MIB) == ([], {0: 0})
+    assert blocks_of([3], 128 * MIB)[0] == [-1]
