@@ -31,12 +31,12 @@ from benchmarks.load import limits
 from tests.support.keeper import KeeperProcess
 
 import penstock as ps
+from penstock.cache.tier_disk import SpillTier
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.engine.place import CudaRegistrar
 from penstock.memory.arena import Arena
 from penstock.memory.tier import PIECE_BYTES, HostRoom, Room, TierBlock
 from penstock.memory.tier_cuda import CudaRoom, CudaTier
-from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import POOL_BUFFER_BYTES, ArenaTier, PoolTier
 from penstock.memory.tiers import Level, Tiers
 from penstock.testing.checkpoints import write_llama

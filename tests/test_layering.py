@@ -59,14 +59,14 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"cuda", "net", "ranks"}),
     frozenset({"digest", "transform", "http"}),
     frozenset({"plan"}),
-    frozenset({"storage", "memory", "transport"}),
-    frozenset({"engine"}),
+    frozenset({"memory"}),
+    frozenset({"storage", "transport"}),
+    frozenset({"engine", "hub"}),
     frozenset({"telemetry"}),
-    frozenset({"loader", "hub"}),
+    frozenset({"loader"}),
     frozenset({"peer"}),
     frozenset({"fetcher"}),
-    frozenset({"cache"}),
-    frozenset({"sync"}),
+    frozenset({"cache", "sync"}),
     frozenset({"modules", "reports", "spi", "cli", "testing"}),
     frozenset({"__main__"}),
 )
@@ -79,12 +79,6 @@ SAME_FLOOR = {
 }
 # Settings check their types as arguments are checked.
 SAME_FLOOR |= {("config", "arguments")}
-# Shared memory between processes: where it comes from is memory's, who reads it is transport's.
-SAME_FLOOR |= {("transport", "memory")}
-# The tier on disk writes and reads files as storage does.
-SAME_FLOOR |= {("memory", "storage")}
-# A peer's memory is mapped as a file is, at an address that allows huge pages.
-SAME_FLOOR |= {("transport", "storage")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (
@@ -114,6 +108,7 @@ NO_TORCH = (
     "transport/nixl.py",
     "transport/nixl_reader.py",
     "memory/arena.py",
+    "memory/mapping.py",
     "memory/memfd.py",
     "cli/",
     "digest/leaf.py",
@@ -188,7 +183,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "starlette": frozenset({"hub"}),
     "uvicorn": frozenset({"hub"}),
     "ctypes": frozenset({"cuda", "memory", "transport", "testing"})
-    | {"storage/io_uring.py", "storage/local.py", "storage/mapped.py"}  # system calls that Python has no name for
+    | {"storage/io_uring.py", "storage/local.py"}  # system calls that Python has no name for
     | {"digest/strip.py"}  # host memory at an address, as an array
     | {"penstock_convert/workers/fork_server.py"},  # prctl(2)
 }
@@ -494,7 +489,7 @@ def test_import_cycle_inside_functions_is_detected() -> None:
         (foreign_imports, "hub/store.py", "import ctypes.util"),
         (upward_imports, "plan/tasks.py", "from penstock.storage import Source"),
         (upward_imports, "plan/tasks.py", "from penstock import load"),
-        (upward_imports, "storage/files.py", "import penstock.memory.staging"),
+        (upward_imports, "memory/staging.py", "import penstock.storage.files"),
         (upward_imports, "loader/load.py", "def f():\n    from .. import api"),
         (upward_imports, "types.py", "from .errors import ConfigError"),
         (upward_imports, "api.py", "from penstock.cli.main import run"),

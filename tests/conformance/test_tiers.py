@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support.tier_suite import TierTests
 
+from penstock.cache.tier_disk import SpillTier
 from penstock.memory.tier import Tier
-from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, HeapTier, PoolTier
 
 

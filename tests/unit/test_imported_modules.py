@@ -19,7 +19,7 @@ digest digest.cuda digest.leaf digest.strip digest.xxh3_constants
 engine engine.check engine.fetch_ring engine.place engine.run engine.threads engine.trace
 loader loader.boxes loader.load loader.progress loader.regions loader.report loader.run loader.session
 loader.tensor
-memory memory.idle_pools memory.staging
+memory memory.idle_pools memory.mapping memory.staging
 plan plan.layout plan.schedule plan.tensor_parallel
 storage storage.files storage.foreign_json storage.headers storage.io_uring storage.local
 storage.locate storage.manifest storage.mapped storage.safetensors storage.small_files storage.source

@@ -18,9 +18,9 @@ from torch import nn
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, PeerLost, PlanError
 from penstock.memory import arena as arenas
 from penstock.memory.arena import ALIGN_BYTES, Arena, needed_bytes, populate
+from penstock.memory.mapping import HUGE_PAGE_BYTES, Mapping
 from penstock.memory.memfd import check_peer_memfd, create_memfd, shared_at
 from penstock.memory.rehome import rehome
-from penstock.storage.mapped import HUGE_PAGE_BYTES, Mapping
 
 
 def fds() -> int:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.support.tier_suite import filled
 
+from penstock.cache.tier_disk import SpillTier
 from penstock.errors import (
     BudgetTooSmall,
     ConfigError,
@@ -26,7 +27,6 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.memory.tier import Room, TierBlock
-from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import HeapTier
 from penstock.memory.tiers import SOURCE, Level, Tiers
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import DestinationError, NotFound, SourceChanged, SourceTruncated, SourceUnavailable
-from penstock.storage import local, mapped
+from penstock.memory import mapping
+from penstock.storage import local
 from penstock.storage.mapped import MappedFile
 
 MIB = 1 << 20
@@ -178,7 +179,7 @@ def test_prefetch_populates_page_tables_of_live_views(path: str, cold: bool) -> 
 def test_prefetch_without_madvise_populate_keeps_bytes_correct(
     path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", 9999)
     evict(path)
     file = MappedFile.open(path)
     view = file.view(0, NBYTES)
@@ -223,7 +224,7 @@ def test_prefetch_of_truncated_file_raises_source_truncated(
     path: str, populate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not populate:
-        monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", 9999)
     file = MappedFile.open(path)
     view = file.view(0, NBYTES)
     evict(path)
@@ -261,7 +262,7 @@ def test_exhausted_mapping_limit_raises_destination_error(path: str, monkeypatch
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mapped.Mapping, "map", full)
+    monkeypatch.setattr(mapping.Mapping, "map", full)
     with pytest.raises(DestinationError, match="max_map_count"):
         MappedFile.open(path).view(0, 1)
 
@@ -269,14 +270,14 @@ def test_exhausted_mapping_limit_raises_destination_error(path: str, monkeypatch
 def test_view_is_mapped_separately_if_whole_file_mapping_fails(
     path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = mapped.Mapping.map
+    real = mapping.Mapping.map
 
-    def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:
+    def small(fd: int, offset: int, nbytes: int) -> mapping.Mapping:
         if nbytes > 4 * MIB:
             raise OSError(12, "Cannot allocate memory")
         return real(fd, offset, nbytes)
 
-    monkeypatch.setattr(mapped.Mapping, "map", small)
+    monkeypatch.setattr(mapping.Mapping, "map", small)
     file = MappedFile.open(path)
     view = file.view(MIB + 3, MIB)
     file.prefetch(MIB, MIB)

@@ -22,6 +22,7 @@ import torch
 
 from penstock.cache.engine_parameters import ACCEPTS, HANDLER, HandOver, HandOverHandler
 from penstock.cache.resident_model import ConvertedModel, ResidentModel, ResidentState
+from penstock.cache.tier_disk import SpillTier
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import (
@@ -45,7 +46,6 @@ from penstock.logs import log_named
 from penstock.memory.arena import needed_bytes
 from penstock.memory.tier import TiersStats
 from penstock.memory.tier_cuda import CudaTier
-from penstock.memory.tier_disk import SpillTier
 from penstock.memory.tier_host import ArenaTier, PoolTier
 from penstock.memory.tiers import Level, Tiers
 from penstock.peer.local_weights import LocalWeights, device_id, revision_of

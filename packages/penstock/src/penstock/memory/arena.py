@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import BudgetTooSmall, ConfigError, DestinationError, DeviceOutOfMemory
+from penstock.memory.mapping import HUGE_PAGE_BYTES, libc
 from penstock.memory.memfd import MappedMemfd, create_memfd
-from penstock.storage.mapped import HUGE_PAGE_BYTES, libc
 from penstock.waits import start_thread
 
 if TYPE_CHECKING:

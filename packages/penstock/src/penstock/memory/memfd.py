@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from penstock import descriptors
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, PermissionDenied
-from penstock.storage.mapped import READ_WRITE, map_aligned
+from penstock.memory.mapping import READ_WRITE, map_aligned
 
 _SEAL_FUTURE_WRITE = 0x10
 """Forbids new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h. Python names it from 3.13 on."""

@@ -18,9 +18,9 @@ import numpy as np
 
 from penstock.cuda.driver import CudaDriver, StreamPools, load_driver, never_freed, ordinal
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
+from penstock.memory.mapping import Mapping as MappedMemory
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.segments import Rectangles, Segments
-from penstock.storage.mapped import Mapping as MappedMemory
 from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, PeerMappings
 from penstock.transport.protocol import (
     Coding,

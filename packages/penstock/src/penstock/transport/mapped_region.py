@@ -13,7 +13,7 @@ import msgspec
 from penstock.cuda.device_memory import array_interface
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import ConfigError
-from penstock.storage.mapped import READ_WRITE, map_aligned
+from penstock.memory.mapping import READ_WRITE, map_aligned
 from penstock.transport.cuda_ipc import CudaPayload, Mapped, map_peer
 from penstock.transport.host_endpoint import GenerationAddress, MemoryClaim, PeerGenerationTable, handle_here
 from penstock.transport.protocol import Descriptor, decode_payload

@@ -18,9 +18,9 @@ import numpy as np
 from penstock.digest.strip import Bytes, memory_at
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.arena import populate
+from penstock.memory.mapping import HUGE_PAGE_BYTES, Mapping
 from penstock.memory.memfd import check_peer_memfd, open_memfd_of_process, shared_at
 from penstock.segments import Rectangles, Segments
-from penstock.storage.mapped import HUGE_PAGE_BYTES, Mapping
 from penstock.transport.fd_server import receive_fd
 from penstock.transport.host_endpoint import (
     Endpoint,
