@@ -34,7 +34,6 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.hub.job_state import JobObserver
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.storage import is_remote, text_of
 from penstock.storage.locate import left_out
@@ -72,7 +71,7 @@ from penstock_convert.result import (
     without_source_quantization,
 )
 from penstock_convert.small_files import NO_SMALL_FILES, find_small_files
-from penstock_convert.watch import JobWatch
+from penstock_convert.watch import JobObserver, JobWatch
 from penstock_convert.workers.in_process import ThreadLauncher
 from penstock_convert.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
 

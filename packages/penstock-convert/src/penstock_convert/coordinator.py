@@ -25,8 +25,9 @@ from penstock.errors import (
     PenstockError,
     PlanError,
     class_named,
+    sendable,
 )
-from penstock.hub.job_state import MAX_WORKERS, WorkerState, cut
+from penstock.hub.job_state import MAX_TEXT, MAX_WORKERS, WorkerState
 from penstock.lifecycle import Closeable
 from penstock.net.admission import Connection
 from penstock.net.listener import GuardedListener
@@ -509,3 +510,9 @@ def _error_of(failure: TaskFailure) -> PenstockError:
         byte_range=failure.byte_range,
         hint=failure.hint or None,
     )
+
+
+def cut(text: str) -> str:
+    """Truncate a text to the length that a state allows."""
+    text = sendable(text, MAX_TEXT + 1)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

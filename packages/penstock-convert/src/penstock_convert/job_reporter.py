@@ -37,7 +37,7 @@ class HubReporter:
         self._connection = resolve_connection(connection)
 
     def begin(self) -> Callable[[JobState], None]:
-        """Return a function that reports the states of one conversion. See `penstock.hub.job_state.JobObserver`."""
+        """Return a function that reports the states of one conversion. See `watch.JobObserver`."""
         return _Sender(self._connection).put
 
 

@@ -5,21 +5,37 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
+from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.errors import PenstockError, sendable
-from penstock.hub.job_state import SHOW_S, JobError, JobObserver, JobPhase, JobState, cut
+from penstock.hub.job_state import JobError, JobPhase, JobState
 from penstock.types import GB
-from penstock_convert.coordinator import Coordinator
+from penstock_convert.coordinator import Coordinator, cut
 from penstock_convert.job import ConversionJob
 
 RATE_S = 10.0
 """Length in seconds of the window for the rate. One finished task more or less hardly changes a rate over this
 window."""
+SHOW_S = 1.0
+"""Seconds between two states of a running conversion. Creating a state for 256 workers takes about a millisecond."""
+
+
+@runtime_checkable
+class JobObserver(Protocol):
+    """Receives the states of conversions. `HubReporter` implements it."""
+
+    def begin(self) -> Callable[[JobState], None]:
+        """Return a function that is called with the successive states of one conversion.
+
+        The last state is `done` or `failed`. The function must return immediately, because the coordinator calls it
+        between messages from the workers. It must not raise.
+        """
+        ...
 
 
 class JobWatch:

@@ -1,21 +1,16 @@
-"""The state of a conversion for display, and the protocol of objects that receive such states."""
+"""The state of a conversion for display."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-from penstock.errors import sendable
 
 MAX_WORKERS = 256
 """Maximum number of workers in one state. Late workers are listed first, and further workers are only counted."""
 MAX_TEXT = 512
 """Maximum number of characters in a name, a path or a message in a state. Longer texts are truncated."""
-SHOW_S = 1.0
-"""Seconds between two states of a running conversion. Creating a state for 256 workers takes about a millisecond."""
 
 JobPhase = Literal["starting", "running", "publishing", "done", "failed"]
 _Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -96,22 +91,3 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     def is_over(self) -> bool:
         """Return whether this is the last state."""
         return self.phase in {"done", "failed"}
-
-
-@runtime_checkable
-class JobObserver(Protocol):
-    """Receives the states of conversions. `penstock_convert.HubReporter` implements it."""
-
-    def begin(self) -> Callable[[JobState], None]:
-        """Return a function that is called with the successive states of one conversion.
-
-        The last state is `done` or `failed`. The function must return immediately, because the coordinator calls it
-        between messages from the workers. It must not raise.
-        """
-        ...
-
-
-def cut(text: str) -> str:
-    """Truncate a text to the length that a state allows."""
-    text = sendable(text, MAX_TEXT + 1)
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
