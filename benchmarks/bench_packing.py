@@ -108,7 +108,7 @@ def measure(run: int, nbytes: int, transport: str, reps: int) -> dict[str, objec
                 report = pair.update(version)
                 assert bool(report.packed_bytes) == (pack_bytes > 0 and run < PACK_RUN_BYTES), report
                 if version:  # the first one plans, connects, and allocates
-                    found[pack_bytes].append(report.wire_s)
+                    found[pack_bytes].append(report.phases["wire"])
     ratios = sorted(a / b for a, b in zip(found[0], found[PACK_BYTES], strict=True))
     return {
         "plain_s": spread(found[0]),

@@ -135,8 +135,8 @@ class Worker:
         return {
             "begun": begun,
             "ended": ended,
-            "copy_s": report.copy_s,
-            "transform_s": report.transform_s,
+            "copy_s": report.phases["copy"],
+            "transform_s": report.phases["transform"],
             "committed": len(report.committed),
             "bad": len(report.late) + len(report.failed),
         }
@@ -225,9 +225,9 @@ class Worker:
         used = self._used_bytes()
         report = self.end.restore()
         ended = time.perf_counter()
-        names = ("nbytes", "plan_s", "wire_s", "path")
         told = {"release_s": slept - begun, "restore_s": ended - slept, "freed": freed, "given_back": before - used}
-        return told | {name: getattr(report, name) for name in names}
+        seconds = {f"{phase}_s": report.phases[phase] for phase in ("plan", "wire")}
+        return told | seconds | {"nbytes": report.nbytes, "path": report.path}
 
     def _used_bytes(self) -> int:
         import torch
@@ -240,9 +240,9 @@ class Worker:
         heard = time.perf_counter()
         report = self.end.update(version)
         ended = time.perf_counter()
-        names = ("nbytes", "wall_s", "plan_s", "wire_s", "install_s", "pause_s", "path", "attempts", "why")
-        names += ("staging_bytes",)
-        return {"heard": heard, "ended": ended} | {name: getattr(report, name) for name in names}
+        names = ("nbytes", "wall_s", "pause_s", "path", "attempts", "why", "staging_bytes")
+        seconds = {f"{phase}_s": report.phases[phase] for phase in ("plan", "wire", "install")}
+        return {"heard": heard, "ended": ended} | seconds | {name: getattr(report, name) for name in names}
 
     def check(self, turn: int, count: int) -> int:
         """Compare some tensors of the model, first to last, with what the loader makes of them; how many."""

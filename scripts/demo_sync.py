@@ -188,7 +188,7 @@ def served_model(sizes: Sizes, rank: int) -> LlamaRank:
 
 def plain(report: Any) -> dict[str, Any]:
     """Return the columns of the table for an update."""
-    names = "version", "nbytes", "plan_s", "wire_s", "install_s", "pause_s", "gb_per_s", "path", "attempts"
+    names = "version", "nbytes", "phases", "pause_s", "gb_per_s", "path", "attempts"
     return {name: getattr(report, name) for name in names} | {"why": list(report.why)}
 
 
@@ -277,7 +277,8 @@ def add_rows(
 ) -> None:
     """Add a row for each serving rank."""
     for rank, (report, is_equal) in enumerate(zip(reports, compared, strict=True)):
-        seconds = (f"{report[name]:.3f}" for name in ("wire_s", "install_s", "pause_s"))
+        phases = report["phases"]
+        seconds = (f"{one:.3f}" for one in (phases["wire"], phases["install"], report["pause_s"]))
         table.add_row(
             str(report["version"]),
             f"{rank}{notes[rank]}",

@@ -106,7 +106,7 @@ def test_slices_are_read_from_other_processes(links: PeerLinks, device: str) -> 
         take = Transfer(part, into.regions, stall_s=20.0)
         report = take.run({one.member: one for one in holders})
         assert np.array_equal(whole(into.regions.memories), expected)
-        assert {one.path for one in report.links} == {"cuda_ipc"}
+        assert {read.path for read in report.reads} == {"cuda_ipc"}
         holders[1].call("fence")
         with pytest.raises(StaleDescriptor):
             take.run({one.member: one for one in holders})

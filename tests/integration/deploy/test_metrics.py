@@ -23,9 +23,10 @@ from penstock.hub.directory import Directory
 from penstock.hub.metrics import Metrics as HubMetrics
 from penstock.hub.store import MemoryStore
 from penstock.net.listener import bound_socket
+from penstock.report import TransferStats
 from penstock.telemetry import endpoint as endpoint_module
 from penstock.telemetry.journey import Journey
-from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Outcome, Registry, Sample, recording, watch
+from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Registry, Sample, recording, watch
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
@@ -339,11 +340,18 @@ def test_conversion_metrics_are_counted(llama: Path, tmp_path: Path, scrape: Scr
     assert sum(phases) == pytest.approx(report.wall_s)
 
 
+class Loaded(TransferStats):
+    """A report of one byte."""
+
+    def summary(self) -> str:
+        return "one byte"
+
+
 def test_number_of_model_labels_is_limited() -> None:
     registry = Registry()
     for number in range(MAX_MODELS + 3):
         journey = Journey("fetch", f"model-{number}")
-        journey.outcome = Outcome(nbytes=1, verified_bytes=1)
+        journey.report = Loaded(nbytes=1, verified_bytes=1, wall_s=1.0, phases={}, revision="")
         registry.begin(journey)
         registry.end(journey, Ended(result="ok", error="", seconds=1.0, received={}))
     verified = registry.values()["penstock_verified_bytes"]

@@ -72,7 +72,7 @@ def test_load_span_records_parent_and_report_values(llama: Path, spans) -> None:
     assert span.status.status_code is StatusCode.UNSET
     attributes = dict(span.attributes or {})
     assert attributes["penstock.bytes"] == report.nbytes
-    assert attributes["penstock.path"] == report.paths()
+    assert attributes["penstock.path"] == report.path
     assert attributes["penstock.revision"] == report.revision
     assert attributes["penstock.device"] == "cpu"
     assert str(attributes["penstock.uri"]).endswith("llama")

@@ -34,8 +34,7 @@ def report(**more: Any) -> ConvertReport:
     told |= {"verified": False, "why": "no manifest at m", "read_bytes": 3_000_000, "verified_bytes": 1_000_000}
     told |= {
         "wall_s": 16.0,
-        "start_s": 2.0,
-        "moving_s": 13.0,
+        "phases": {"start": 2.0, "move": 13.0, "end": 1.0},
         "num_workers": 1,
         "predicted_s": None,
         "predicted_by": "nothing is known",
@@ -104,7 +103,7 @@ def test_json_report_has_every_field(capsys) -> None:
     write_report(report(predicted_s=10.0), OutputFormat.json)
     found = json.loads(capsys.readouterr().out)
     assert found["off_by"] == pytest.approx(0.3) and found["why"] == "no manifest at m"
-    assert report().off_by is None and report(predicted_s=1.0, moving_s=0.0).off_by is None
+    assert report().off_by is None and report(predicted_s=1.0, phases={"move": 0.0}).off_by is None
 
 
 def test_convert_dry_run_uses_measured_rates(tmp_path: Path, capsys) -> None:

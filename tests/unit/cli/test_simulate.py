@@ -93,7 +93,7 @@ def test_simulate_command_applies_calibrated_rates(tmp_path: Path, llama: str) -
     ],
 )
 def test_operation_rate_uses_compute_time_if_measured(busy_s: dict[str, float], gb_per_s: float) -> None:
-    report = SimpleNamespace(read_bytes=4 * 10**9, busy_s=busy_s, moving_s=4.0)
+    report = SimpleNamespace(read_bytes=4 * 10**9, busy_s=busy_s, phases={"move": 4.0})
     assert operation_gb_per_s(cast(Any, report)) == pytest.approx(gb_per_s)
 
 

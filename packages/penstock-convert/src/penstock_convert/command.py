@@ -287,7 +287,7 @@ def write_report(report: ConvertReport, format: OutputFormat) -> None:
     """Write the report of a conversion to stdout."""
     if format is OutputFormat.json:
         # The JSON of a report contains only its fields, so add its properties.
-        derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
+        derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "off_by")}
         write_json({**plain(report), **derived})
         return
     write_lines(f"{report.uri}  {report.revision}")
@@ -299,8 +299,8 @@ def write_report(report: ConvertReport, format: OutputFormat) -> None:
             f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
             "tasks": _tasks(report),
             "read": _read(report),
-            "time": f"{report.wall_s:.2f} s, with {report.start_s:.2f} s to start and {report.end_s:.2f} s to end; "
-            f"{report.gb_per_s:.2f} GB/s read",
+            "time": f"{report.wall_s:.2f} s, with {report.phases['start']:.2f} s to start and "
+            f"{report.phases['end']:.2f} s to end; {report.gb_per_s:.2f} GB/s read",
             "moving": _moving(report),
             "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())
             + f" threads of each of {report.num_workers} workers",
@@ -346,10 +346,11 @@ def _read(report: ConvertReport) -> str:
 
 def _moving(report: ConvertReport) -> str:
     """Describe the predicted and the measured time of the transfer."""
+    took = f"took {report.phases['move']:.2f} s"
     if report.predicted_s is None or report.off_by is None:
-        return f"took {report.moving_s:.2f} s, without a prediction: {report.predicted_by}"
+        return f"{took}, without a prediction: {report.predicted_by}"
     off = f"{abs(report.off_by):.0%} {'over' if report.off_by >= 0 else 'under'}".replace("%", " %")
-    return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), from {report.predicted_by}"
+    return f"predicted {report.predicted_s:.2f} s, {took} ({off}), from {report.predicted_by}"
 
 
 def _write_plan(job: ConversionJob, predicted: Predicted, format: OutputFormat) -> None:

@@ -49,7 +49,7 @@ from penstock_convert.job import SHARD_BYTES, ConversionJob, bytes_read
 from penstock_convert.messages import EXECUTORS, JobSpec, listen
 from penstock_convert.operations.spec import COPIES, Operations, is_copy
 from penstock_convert.output_region import OutputRegion
-from penstock_convert.report import ConvertReport, Predicted, WorkerTrace, how_verified, outcome_of, predict, rows_of
+from penstock_convert.report import ConvertReport, Predicted, WorkerTrace, how_verified, predict, rows_of
 from penstock_convert.request import ConvertRequest, plan_request, uris_of
 from penstock_convert.result import (
     ONE_FILE,
@@ -251,7 +251,7 @@ def convert(
             ("storage", "workers"): report.fetched_bytes,
             ("cache", "workers"): report.held_bytes,
         }
-        journey.outcome = outcome_of(report)
+        journey.report = report
         return report
 
 
@@ -531,6 +531,7 @@ class Conversion:
         ended = time.monotonic()
         # If no worker was ever ready, the whole duration counts as start time.
         started = ended if coordinator is None else min(coordinator.began, ended)
+        moving_s = 0.0 if coordinator is None else coordinator.moving_s
         others = [weights for i, weights in enumerate(request.opened) if i != job.small_from]
         why_left_out = dict(self._small_files.left_out) | {
             path: "it does not belong to the weight set"
@@ -555,8 +556,7 @@ class Conversion:
             num_twice=0 if coordinator is None else coordinator.placement.num_twice,
             num_workers=0 if coordinator is None else coordinator.num_workers,
             wall_s=ended - began,
-            start_s=started - began,
-            moving_s=0.0 if coordinator is None else coordinator.moving_s,
+            phases={"start": started - began, "move": moving_s, "end": ended - started - moving_s},
             predicted_s=predicted_s,
             predicted_by=predicted_by,
             busy_s={name: sum(worker.busy_s.get(name, 0.0) for worker in stats) for name in EXECUTORS},

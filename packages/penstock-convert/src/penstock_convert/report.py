@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from penstock.engine.trace import STAGES, Span
-from penstock.report import Summarised, bytes_text
+from penstock.report import TransferStats, bytes_text
 from penstock.storage import is_remote
 from penstock.storage.weight_set import WeightSet
-from penstock.telemetry.metrics import Outcome
 from penstock.types import GB
 from penstock_convert.job import ConversionJob
 from penstock_convert.operations.operation import Chain, Operation
@@ -80,21 +79,19 @@ def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport(Summarised):
-    """The measurements of one conversion."""
+class ConvertReport(TransferStats):
+    """The measurements of one conversion.
+
+    `verified_bytes` is the part of `read_bytes` that was compared with the digests in the sources' manifests. The
+    phases are `start` until the first worker was ready, `move` until the last task ended, and `end`.
+    """
 
     uri: str
     """URI of the destination."""
-    revision: str
-    """Digest of the names, dtypes, shapes and bytes of the result's tensors."""
     operation: str
     num_tensors: int
-    nbytes: int
-    """Bytes of the result's tensors."""
     read_bytes: int
     """Bytes that the tasks of this run read, as planned. Verified reads extend to the ends of leaves."""
-    verified_bytes: int
-    """The part of `read_bytes` that was compared with the digests in the sources' manifests."""
     fetched_bytes: int
     """Bytes that this process and its workers read from the sources. A cache reads whole chunks and headers too."""
     held_bytes: int
@@ -108,13 +105,8 @@ class ConvertReport(Summarised):
     """Number of tasks that were started a second time, on a different worker."""
     num_workers: int
     """Number of workers that ran at the same time."""
-    wall_s: float
-    start_s: float
-    """Part of `wall_s` before the first worker was ready."""
-    moving_s: float
-    """Part of `wall_s` from the first worker's readiness to the last task's end."""
     predicted_s: float | None
-    """Predicted duration, to compare with `moving_s`. None if there is no prediction."""
+    """Predicted duration of the phase `move`. None if there is no prediction."""
     predicted_by: str
     """The basis of the prediction, or why there is none."""
     busy_s: Mapping[str, float]
@@ -159,36 +151,15 @@ class ConvertReport(Summarised):
         return self.read_bytes / GB / self.wall_s if self.wall_s else 0.0
 
     @property
-    def end_s(self) -> float:
-        """Return the part of `wall_s` after the last task, in which the result is published and processes exit."""
-        return self.wall_s - self.start_s - self.moving_s
-
-    @property
     def off_by(self) -> float | None:
         """Return the relative difference from the prediction, such as 0.1 for 10 % longer, or None."""
-        return self.moving_s / self.predicted_s - 1.0 if self.predicted_s and self.moving_s else None
+        moving_s = self.phases["move"]
+        return moving_s / self.predicted_s - 1.0 if self.predicted_s and moving_s else None
 
     @property
     def utilisation(self) -> dict[str, float]:
         """Return the mean number of busy threads in each executor, per worker."""
         return {name: busy_s / (self.wall_s * max(1, self.num_workers)) for name, busy_s in self.busy_s.items()}
-
-
-def outcome_of(report: ConvertReport) -> Outcome:
-    """Return the outcome of a conversion for metrics and spans."""
-    return Outcome(
-        nbytes=report.nbytes,
-        phases={"start": report.start_s, "move": report.moving_s, "end": report.end_s},
-        verified_bytes=report.verified_bytes,
-        attributes={
-            "uri": report.uri,
-            "revision": report.revision,
-            "operation": report.operation,
-            "read_bytes": report.read_bytes,
-            "num_tasks": report.num_tasks,
-            "num_resumed": report.num_resumed,
-        },
-    )
 
 
 def how_verified(sources: Sequence[WeightSet], *, verify: bool) -> str:

@@ -28,7 +28,7 @@ from penstock.errors import FormatError, PenstockError, PlanError, without_frame
 from penstock.lifecycle import paused_gc
 from penstock.loader.into import marks_target
 from penstock.loader.load import deferred_interrupts
-from penstock.loader.report import LoadReport, outcome_of
+from penstock.loader.report import LoadReport
 from penstock.loader.session import LoadSession, ReadOptions
 from penstock.loader.tensor import torch_dtype
 from penstock.memory.targets import note_written, tied_targets
@@ -284,7 +284,7 @@ class CheckpointReader(StorageReader):
                 else:
                     nbytes = self._run(session, parts, device)
                 report = session.finish(num_tensors=len(rows), nbytes=nbytes)
-            journey.outcome = outcome_of(report)
+            journey.report = report
         self.reports.append(report)
 
     def _run(self, session: LoadSession, parts: list[FilePart], device: torch.device) -> int:

@@ -263,7 +263,7 @@ def operation_gb_per_s(report: ConvertReport) -> float:
 
     Copies and renames happen in the read stage, so their computing time does not yield a rate.
     """
-    busy_s = report.busy_s["compute"] or max(report.busy_s.values()) or report.moving_s
+    busy_s = report.busy_s["compute"] or max(report.busy_s.values()) or report.phases["move"]
     return report.read_bytes / GB / busy_s
 
 

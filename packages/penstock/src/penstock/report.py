@@ -1,4 +1,4 @@
-"""The base of all reports: text for users, a dictionary for programs, and HTML for notebooks."""
+"""The bases of all reports: text for users, a dictionary for programs, HTML for notebooks, and values for telemetry."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ class Summarised(Readable, ABC):
         """Return a readable summary of a few lines."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats(Summarised):
+    """The bytes and seconds of one call. Its report adds fields to them, and metrics and spans show them."""
+
+    nbytes: int
+    """Number of bytes at the destination. For an update, the number of bytes read."""
+    verified_bytes: int = 0
+    """Number of bytes that this process compared with digests."""
+    wall_s: float
+    phases: Mapping[str, float]
+    """Seconds in each phase."""
+    revision: str
+    """Equal revisions mean equal bytes."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Return the decimal GB that arrived at the destination per second of wall time."""
+        # `types` has the constant, but it imports numpy, and some commands start without numpy.
+        return self.nbytes / 1e9 / self.wall_s if self.wall_s else 0.0
+
+
 def plain(value: Any) -> Any:
     """Convert dataclasses, structs, enums, paths and numpy scalars to JSON types."""
     # Check enums before str, because a StrEnum is both.
@@ -73,6 +94,18 @@ def pre(text: str) -> str:
 def names_text(names: Sequence[str], most: int = 3) -> str:
     """Return a text with the first `most` names and the number of remaining names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def phases_text(phases: Mapping[str, float]) -> str:
+    """Return the phases with their seconds, such as `open 0.010 s, move 1.200 s`."""
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items())
+
+
+def shares_text(nbytes_by_path: Mapping[str, int]) -> str:
+    """Return the paths with their shares of the bytes, such as `75% shm <- MEMBER, 25% storage URI`."""
+    total = max(1, sum(nbytes_by_path.values()))
+    ordered = sorted(nbytes_by_path.items(), key=lambda item: -item[1])
+    return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
 
 
 def bytes_text(nbytes: float) -> str:

@@ -49,7 +49,7 @@ def ran(made: World, transfer: Transfer) -> int:
     report = transfer.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
     assert report.nbytes == made.part.nbytes
-    assert report.moved_bytes == sum(link.nbytes for link in report.links)
+    assert report.moved_bytes == sum(read.nbytes for read in report.reads)
     return report.moved_bytes
 
 

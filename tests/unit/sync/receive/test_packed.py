@@ -114,7 +114,7 @@ def test_small_packing_memory_is_filled_repeatedly(links: PeerLinks) -> None:
     report = transfer.run(world.links())
     assert np.array_equal(whole(world.receiver), expected)
     assert report.packed_bytes == world.part.nbytes == 2 * MIB
-    assert sum(link.short_runs.num_reads for link in report.links) >= 2 * MIB * NUM_BUFFERS // LEAST_PACK_BYTES
+    assert sum(read.short_runs.num_reads for read in report.reads) >= 2 * MIB * NUM_BUFFERS // LEAST_PACK_BYTES
     assert all(0 < one.packer.nbytes <= LEAST_PACK_BYTES for one in world.sources)
 
 
@@ -475,4 +475,4 @@ def test_same_host_transfer_is_not_packed(only: str) -> None:
         report = world.transfer().run(source_links)
         assert np.array_equal(whole(world.receiver), expected)
         assert report.packed_bytes == 0 and report.packing() == ()
-        assert {link.path for link in report.links} == {only}
+        assert {read.path for read in report.reads} == {only}

@@ -67,8 +67,8 @@ def test_transfer_verifies_every_byte(links: PeerLinks) -> None:
     report = transfer.run(made.links())
     assert np.array_equal(whole(made.receiver), expected)
     assert transfer.moved_bytes == made.part.nbytes
-    assert report.nbytes == made.part.nbytes == sum(one.nbytes for one in report.links)
-    assert {one.path for one in report.links} == {next(iter(links.transports))}
+    assert report.nbytes == made.part.nbytes == sum(read.nbytes for read in report.reads)
+    assert {read.path for read in report.reads} == {next(iter(links.transports))}
 
 
 @settings(max_examples=25, deadline=None)

@@ -56,9 +56,8 @@ from penstock.peer.local_weights import (
     locate_rows,
 )
 from penstock.phases import Phases
-from penstock.report import Summarised, bytes_text
+from penstock.report import TransferStats, bytes_text, phases_text
 from penstock.telemetry.journey import Journey
-from penstock.telemetry.metrics import Outcome
 from penstock.timing import Timing
 from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
@@ -89,32 +88,26 @@ this process cannot map them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttachReport(Summarised):
-    """The report of one `attach`."""
+class AttachReport(TransferStats):
+    """The report of one `attach`. The phases are `find`, `lease`, `map` and `verify`, whose sum is `wall_s`."""
 
     model: str
     key: str
-    revision: str
-    """The `w1-` root of the cache's digests."""
     num_tensors: int
-    nbytes: int
     device: str
     path: str
     """The transport and the cache's member id, such as `shm, mapped: MEMBER`."""
-    wall_s: float
-    phases: Mapping[str, float]
-    """Seconds for `find`, `lease`, `map` and `verify`. Their sum is `wall_s`."""
     verified: bool
     """Whether this process compared every byte with its digest. With `verify=False`, only the cache has compared
     them."""
 
     def summary(self) -> str:
         """Return a readable summary of a few lines."""
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         checked = "verified here" if self.verified else "not verified here (verify=False), only by the weight cache"
         return (
             f"{self.model}: {self.num_tensors} tensors, {bytes_text(self.nbytes)} on {self.device} in "
-            f"{self.wall_s:.3f} s, no copy: {phases}\n{self.path}; {checked}; revision {self.revision[:19]}"
+            f"{self.wall_s:.3f} s, no copy: {phases_text(self.phases)}\n"
+            f"{self.path}; {checked}; revision {self.revision[:19]}"
         )
 
 
@@ -257,14 +250,7 @@ def attach(
                 if is_refused or time.monotonic() >= deadline:
                     raise
             time.sleep(TIMING.cache_pause_s)
-        report = attached.report
-        journey.outcome = Outcome(
-            nbytes=report.nbytes,
-            phases=report.phases,
-            verified_bytes=report.nbytes if report.verified else 0,
-            path=report.path,
-            attributes={"revision": report.revision, "device": report.device},
-        )
+        journey.report = attached.report
         return attached
 
 
@@ -385,6 +371,7 @@ class _Search(msgspec.Struct, frozen=True):
             revision=holding.revision,
             num_tensors=len(tensors),
             nbytes=layout.nbytes,
+            verified_bytes=layout.nbytes if verify else 0,
             device=regions[0].device if regions else holding.device,
             path=f"{transport}, mapped: {member[:8]}",
             wall_s=sum(seconds.values()),

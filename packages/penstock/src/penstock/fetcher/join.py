@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, HubUnavailable, IntegrityError, PenstockError
 from penstock.fetcher.discover import MIN_TIMEOUT_S, Discovery, Target
-from penstock.fetcher.report import FetchReport, Provenance, outcome_of, report_of
+from penstock.fetcher.report import FetchReport, Provenance, report_of
 from penstock.fetcher.run import FetchRun
 from penstock.fetcher.storage_reader import StorageReader
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
@@ -38,6 +39,7 @@ from penstock.phases import Phases
 from penstock.storage.locate import display
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.journey import Journey
+from penstock.telemetry.metrics import received_by
 
 _log = log_named("penstock.fetch")
 
@@ -126,10 +128,9 @@ class Fleet:
                 record.save(trace)
             storage_bytes = storage.nbytes if storage is not None else 0
             header_bytes = target_weights.session.weights.opening_bytes if target_weights.session is not None else 0
-            report = report_of(
+            journey.report = report = report_of(
                 weights, provenance, storage_bytes=storage_bytes, header_bytes=header_bytes, phases=phases.stop()
             )
-            journey.outcome = outcome_of(report)
             return report
 
     def _fill(
@@ -152,7 +153,7 @@ class Fleet:
             on_first=lambda: phases.enter("move", weights.progress),
             away=self.member.away,
         )
-        journey.received = running.provenance.received
+        journey.received = partial(received_by, running.provenance.nbytes_by_path)
         try:
             with running:
                 running.start()

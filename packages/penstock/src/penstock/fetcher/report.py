@@ -10,9 +10,7 @@ import msgspec
 
 from penstock.errors import SourceError
 from penstock.peer.local_weights import LocalWeights
-from penstock.report import Summarised, bytes_text
-from penstock.telemetry.metrics import Outcome
-from penstock.types import GB
+from penstock.report import TransferStats, bytes_text, phases_text
 
 NEAREST = "it is the nearest source"
 NO_MEMBER = "no member had these chunks or was reading them"
@@ -42,28 +40,12 @@ class Provenance(msgspec.Struct):
         if path.startswith("storage "):
             self.why[path] = self.why_storage
 
-    def received(self) -> dict[tuple[str, str], int]:
-        """Return the verified bytes so far by source and path, for metrics. Thread-safe."""
-        received: dict[tuple[str, str], int] = {}
-        # Copy the items, because the fetch adds paths at the same time.
-        for path, nbytes in list(self.nbytes_by_path.items()):
-            name = path.partition(" ")[0]
-            key = ("storage", "fallback") if name == "storage" else ("peer", name)
-            received[key] = received.get(key, 0) + nbytes
-        return received
-
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress. The message names the sources that were tried."""
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
         hint = f"run `{why_command(self.model)}` to see what each holder lacks, or pass fallback= to read storage"
         return kind(f"{what}: {tried}; {hub_says}", hint=hint)
-
-    def shares(self) -> str:
-        """Return the paths with their shares, such as `75% shm <- MEMBER, 25% storage URI`."""
-        total = max(1, sum(self.nbytes_by_path.values()))
-        ordered = sorted(self.nbytes_by_path.items(), key=lambda item: -item[1])
-        return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
 
     def reasons(self) -> str:
         """Return the distinct reasons for the paths that were used."""
@@ -72,15 +54,15 @@ class Provenance(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchReport(Summarised):
-    """The outcome of a fetch."""
+class FetchReport(TransferStats):
+    """The outcome of a fetch. `revision` is the root of all digests, with the prefix `w1-`.
+
+    The phases are `discover`, `allocate`, `register`, `connect`, `move` and `commit`, whose sum is `wall_s`.
+    """
 
     model: str
     key: str
-    revision: str
-    """Root of all digests, with the prefix `w1-`."""
     num_tensors: int
-    nbytes: int
     storage_bytes: int
     """Bytes of weights that this process requested from storage."""
     header_bytes: int
@@ -89,9 +71,6 @@ class FetchReport(Summarised):
     They include the index, the manifest, and at least 16 KiB of each file. Every member with a fallback reads them,
     because they determine which members have the same weights.
     """
-    wall_s: float
-    phases: Mapping[str, float]
-    """Seconds in `discover`, `allocate`, `register`, `move` and `commit`. They sum to `wall_s`."""
     nbytes_by_path: Mapping[str, int]
     """Verified bytes for each path, such as `cuda_ipc <- MEMBER` or `storage URI`."""
     why: Mapping[str, str]
@@ -104,19 +83,18 @@ class FetchReport(Summarised):
     """Source of the digests for the comparison, or why there were no digests."""
 
     @property
-    def gb_per_s(self) -> float:
-        """Return decimal GB per second of wall time."""
-        return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
+    def path(self) -> str:
+        """Return the paths with their bytes."""
+        return ", ".join(f"{bytes_text(nbytes)} by {path}" for path, nbytes in self.nbytes_by_path.items())
 
     def summary(self) -> str:
         """Return a readable summary of a few lines."""
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         paths = [
             f"{bytes_text(nbytes)} by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
         ]
         lines = [
             f"{self.model}: {self.num_tensors} tensors, {bytes_text(self.nbytes)} in {self.wall_s:.3f} s "
-            f"({self.gb_per_s:.2f} GB/s): {phases}",
+            f"({self.gb_per_s:.2f} GB/s): {phases_text(self.phases)}",
             f"paths: {'; '.join(paths) or 'none'}",
             f"{'verified against' if self.verified else 'not verified:'} {self.verified_against}; "
             f"revision {self.revision[:19]}",
@@ -124,34 +102,18 @@ class FetchReport(Summarised):
         return "\n".join(lines + [f"fault: {fault}" for fault in self.faults])
 
 
-def outcome_of(report: FetchReport) -> Outcome:
-    """Return the outcome of a fetch for metrics and spans."""
-    # Bytes from storage count as verified only if a digest existed to compare them with.
-    hashed = (
-        0
-        if report.verified
-        else sum(nbytes for path, nbytes in report.nbytes_by_path.items() if path.startswith("storage "))
-    )
-    return Outcome(
-        nbytes=report.nbytes,
-        phases=report.phases,
-        verified_bytes=report.nbytes - hashed,
-        path=", ".join(f"{bytes_text(nbytes)} by {path}" for path, nbytes in report.nbytes_by_path.items()),
-        attributes={"revision": report.revision, "storage_bytes": report.storage_bytes},
-    )
-
-
 def report_of(
     weights: LocalWeights, provenance: Provenance, *, storage_bytes: int, header_bytes: int, phases: dict[str, float]
 ) -> FetchReport:
     """Return the report of a successful fetch."""
-    verified, against = _verified(weights, provenance)
+    unverified_bytes, against = _unverified(weights, provenance)
     return FetchReport(
         model=weights.identity.model,
         key=weights.key,
         revision=weights.root(),
         num_tensors=len(weights.layout.table),
         nbytes=weights.layout.nbytes,
+        verified_bytes=weights.layout.nbytes - unverified_bytes,
         storage_bytes=storage_bytes,
         header_bytes=header_bytes,
         wall_s=sum(phases.values()),
@@ -159,24 +121,25 @@ def report_of(
         nbytes_by_path=dict(provenance.nbytes_by_path),
         why=dict(provenance.why),
         faults=tuple(provenance.faults),
-        verified=verified,
+        verified=not unverified_bytes,
         verified_against=against,
     )
 
 
-def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]:
+def _unverified(weights: LocalWeights, provenance: Provenance) -> tuple[int, str]:
+    """Return the number of bytes that had no digest to compare with, and `verified_against`."""
     if weights.has_manifest:
-        return True, "the manifest's digests"
+        return 0, "the manifest's digests"
     # The root of all digests had to equal this revision. See `check_revision`.
     if weights.identity.revision.startswith("w1-"):
-        return True, f"the revision asked for, {weights.identity.revision[:19]}"
+        return 0, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"
     # This process computed the digests of the bytes that it read from storage.
     hashed = sum(nbytes for path, nbytes in provenance.nbytes_by_path.items() if path.startswith("storage "))
     if not hashed:
-        return True, first
+        return 0, first
     alone = "hashed on read, nothing to compare with"
     total = sum(provenance.nbytes_by_path.values())
     if hashed == total:
-        return False, alone
-    return False, f"{bytes_text(hashed)} of {bytes_text(total)} {alone}; the rest compared with {first}"
+        return hashed, alone
+    return hashed, f"{bytes_text(hashed)} of {bytes_text(total)} {alone}; the rest compared with {first}"

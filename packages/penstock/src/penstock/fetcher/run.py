@@ -36,6 +36,7 @@ from penstock.fetcher.verify import ReceivedChunks, next_batch, verify
 from penstock.hub.messages import Upstream
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
+from penstock.report import shares_text
 from penstock.timing import Timing
 from penstock.transport.protocol import PendingRead, Stoppable, Transport, wait_all
 from penstock.types import GB, I64, U64
@@ -313,7 +314,7 @@ class FetchRun(Run):
                 if entry.upstream_reader is not None:
                     self.provenance.why[entry.path] = entry.upstream_reader.why.get(entry.path) or NEAREST
             weights.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
-            weights.path, weights.why = self.provenance.shares(), self.provenance.reasons()
+            weights.path, weights.why = shares_text(self.provenance.nbytes_by_path), self.provenance.reasons()
 
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
         message = f"chunk {wrong} differs from its digest"

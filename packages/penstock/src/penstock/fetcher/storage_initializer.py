@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, SourceUnavailable
-from penstock.report import Summarised, bytes_text
+from penstock.report import Summarised, bytes_text, shares_text
 from penstock.storage import is_remote, list_uris, pinned, read_small
 from penstock.storage.download import download, inside
 from penstock.storage.locate import (
@@ -62,10 +62,8 @@ class InitializeReport(Summarised):
     def summary(self) -> str:
         """Return one line with the size, the paths and the verification, and one line for each fault."""
         size = f"{self.num_files} files, {bytes_text(self.nbytes)} in {self.wall_s:.1f} s"
-        total = max(1, sum(self.nbytes_by_path.values()))
-        paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
         verdict = f"{'verified' if self.verified else 'NOT verified'}: {self.why}"
-        line = f"{self.uri} -> {self.destination}: {size}; {paths}; {verdict}"
+        line = f"{self.uri} -> {self.destination}: {size}; {shares_text(self.nbytes_by_path)}; {verdict}"
         return "\n".join([line, *(f"fault: {fault}" for fault in self.faults)])
 
 

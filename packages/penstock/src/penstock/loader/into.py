@@ -22,7 +22,7 @@ from penstock.loader.load import Weights, deferred_interrupts, load, open_sessio
 from penstock.loader.match import Cast, Matched, Rename, can_cast, match_targets, require_cast
 from penstock.loader.pending import own_tensor, own_tensors
 from penstock.loader.progress import ProgressOption
-from penstock.loader.report import LoadReport, outcome_of
+from penstock.loader.report import LoadReport
 from penstock.loader.session import LoadSession, ReadOptions
 from penstock.loader.tensor import as_tensor
 from penstock.memory.rehome import rehome
@@ -111,7 +111,7 @@ def _load_into(
             report = session.finish(num_tensors=len(matched.table), nbytes=nbytes)
         if isinstance(target, torch.nn.Module):
             put_back(target)
-        journey.outcome = outcome_of(report)
+        journey.report = report
         return report
 
 

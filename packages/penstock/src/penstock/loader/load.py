@@ -20,7 +20,7 @@ from penstock.lifecycle import Closeable, paused_gc
 from penstock.loader.boxes import Boxes, Wanted, joined
 from penstock.loader.progress import ProgressOption
 from penstock.loader.regions import TensorRegions
-from penstock.loader.report import LoadReport, outcome_of
+from penstock.loader.report import LoadReport
 from penstock.loader.run import LoadRun
 from penstock.loader.session import Batch, LoadSession, ReadOptions, resolve_device
 from penstock.plan.schedule import LoadPlan
@@ -130,7 +130,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
             raise Cancelled("the stream was closed before its end", hint="open a new stream")
         try:
             self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
-            self._journey.outcome = outcome_of(self._report)
+            self._journey.report = self._report
         except BaseException as error:
             self._fail(error)
             raise
@@ -219,7 +219,7 @@ def _load(uri: Uris, options: ReadOptions, group: ProcessGroup | None, journey: 
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
-        journey.outcome = outcome_of(report)
+        journey.report = report
         return Weights(tensors, report, session.manifest)
 
 

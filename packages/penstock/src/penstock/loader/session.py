@@ -594,6 +594,7 @@ class LoadSession(Closeable):
             device=str(self.options.device),
             num_tensors=num_tensors,
             nbytes=nbytes,
+            verified_bytes=nbytes if self.verified else 0,
             read_bytes=sum(self.paths.values()),
             wall_s=sum(phases.values()),
             phases=phases,

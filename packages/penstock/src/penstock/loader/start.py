@@ -34,7 +34,7 @@ from penstock.loader.load import open_session, settings_without_arena
 from penstock.loader.match import Cast, Matched, Rename, match_targets, place_of, require_cast
 from penstock.loader.pending import LazyParameter
 from penstock.loader.progress import ProgressOption
-from penstock.loader.report import LoadReport, outcome_of
+from penstock.loader.report import LoadReport
 from penstock.loader.session import LoadSession, ReadOptions
 from penstock.storage.weight_set import Names, Uris, nothing_to_verify
 from penstock.telemetry.journey import Journey
@@ -167,7 +167,7 @@ class BackgroundLoad(Closeable):
             with self._caller_stream, marks_target(session):
                 nbytes = fill(session, self._matched, self._filled.order, self._note)
                 report = session.finish(num_tensors=len(self._matched.table), nbytes=nbytes)
-            self._journey.outcome = outcome_of(report)
+            self._journey.report = report
             self._journey.end()
             self._finish(report)
         except PenstockError as failure:

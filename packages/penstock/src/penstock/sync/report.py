@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.report import Summarised, bytes_text
-from penstock.telemetry.metrics import Outcome
+from penstock.report import TransferStats, bytes_text
 from penstock.types import GB
 
 PublishMode = Literal["live", "snapshot"]
@@ -16,26 +14,17 @@ UpdateMode = Literal["staged", "direct"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishReport(Summarised):
+class PublishReport(TransferStats):
     """The result of publishing a version, as one publisher saw it. Only members in `committed` have the version.
 
-    Members read a snapshot after `publish` returns, so the report of a snapshot names no members.
+    Members read a snapshot after `publish` returns, so the report of a snapshot names no members. `nbytes` is the size
+    of this rank's tensors. The phases are `copy` for a snapshot, `transform` for quantising and for reading blocks from
+    other ranks, and `wait` for a live version until all expected subscribers had finished.
     """
 
     name: str
     version: int
-    revision: str
-    """The publishers' epoch and the version. Equal revisions mean equal bytes."""
     mode: PublishMode
-    nbytes: int
-    """Size of this rank's tensors in bytes."""
-    wall_s: float
-    copy_s: float = 0.0
-    """For a snapshot, the duration of the copy in seconds."""
-    wait_s: float = 0.0
-    """For a live version, the seconds until all expected subscribers had finished."""
-    transform_s: float = 0.0
-    """For tensors with tags, the seconds for quantising and for reading blocks from other ranks."""
     transformed_bytes: int = 0
     """Memory for the transformed tensors in bytes, in addition to the parameters."""
     boundary_bytes: int = 0
@@ -58,11 +47,11 @@ class PublishReport(Summarised):
         head = f"{self.name} version {self.version}: {bytes_text(self.nbytes)} here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
             head += (
-                f", of it {self.transform_s:.3f} s for {bytes_text(self.transformed_bytes)} transformed, "
+                f", of it {self.phases['transform']:.3f} s for {bytes_text(self.transformed_bytes)} transformed, "
                 f"{bytes_text(self.exchanged_bytes)} from other ranks"
             )
         if self.mode == "snapshot" and self.outcome != "committed":
-            return f"{head}, of it {self.copy_s:.3f} s copy" + (", no decision yet" if self.outcome else "")
+            return f"{head}, of it {self.phases['copy']:.3f} s copy" + (", no decision yet" if self.outcome else "")
         lines = [f"{head}; {len(self.committed)} committed"]
         if self.late:
             lines.append(f"late: {', '.join(member[:8] for member in self.late)}")
@@ -71,28 +60,21 @@ class PublishReport(Summarised):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport(Summarised):
-    """The result of one committed update of one subscriber."""
+class UpdateReport(TransferStats):
+    """The result of one committed update of one subscriber.
+
+    The phases are `plan` until the reads began, including the recording of the loader in the first update, `wire` for
+    reading and verifying, and `install` after the bytes arrived, for permuting, casting and the loader's work.
+    """
 
     name: str
     version: int
-    revision: str
-    """The publishers' epoch and the version. Equal revisions mean equal bytes."""
     mode: UpdateMode
-    nbytes: int
-    """Number of bytes read."""
-    wall_s: float
-    plan_s: float
-    """Seconds until the reads began, including the recording of the loader in the first update."""
-    wire_s: float
-    """Seconds of reading and verifying."""
-    install_s: float
-    """Seconds after the bytes arrived, for permuting, casting and the loader's work."""
-    pause_s: float
+    pause_s: float = 0.0
     """Seconds from `before_pause` to `after_resume`."""
-    path: str
+    path: str = ""
     """Transports and members by share of bytes, such as `75% shm <- MEMBER, 25% http <- MEMBER`."""
-    sources: Mapping[str, int]
+    sources: Mapping[str, int] = field(default_factory=dict)
     """Number of bytes read from each member."""
     why: tuple[str, ...] = ()
     """Reasons for the transports in use, and for tensors that passed through the loader."""
@@ -114,45 +96,14 @@ class UpdateReport(Summarised):
     @property
     def gb_per_s(self) -> float:
         """Return the rate of reading and verifying in decimal GB per second."""
-        return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
+        return self.nbytes / GB / self.phases["wire"] if self.phases["wire"] > 0 else 0.0
 
     def summary(self) -> str:
         """Return a summary in a few lines."""
         lines = [
             f"{self.name} version {self.version}: {bytes_text(self.nbytes)} in {self.wall_s:.3f} s: plan "
-            f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
-            f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})"
+            f"{self.phases['plan']:.3f} s, wire {self.phases['wire']:.3f} s ({self.gb_per_s:.1f} GB/s), "
+            f"install {self.phases['install']:.3f} s, pause {self.pause_s:.3f} s ({self.mode})"
         ]
         lost = [f"without {member[:8]}: {why}" for member, why in self.lost.items()]
         return "\n".join([*lines, *filter(None, (self.path, self.delta)), *self.why, *lost])
-
-
-def publish_outcome(report: PublishReport) -> Outcome:
-    """Return the values for the metrics and spans of a publish."""
-    live = {"committed": len(report.committed), "late": len(report.late), "failed": len(report.failed)}
-    return Outcome(
-        nbytes=report.nbytes,
-        phases={"copy": report.copy_s, "transform": report.transform_s, "wait": report.wait_s},
-        subscribers=live if report.mode == "live" else {},
-        attributes={"version": report.version, "mode": report.mode},
-    )
-
-
-def update_outcome(report: UpdateReport) -> Outcome:
-    """Return the values for the metrics and spans of an update."""
-    return Outcome(
-        nbytes=report.nbytes,
-        phases={"plan": report.plan_s, "wire": report.wire_s, "install": report.install_s},
-        verified_bytes=report.nbytes,
-        path=report.path,
-        pause_s=report.pause_s if report.version_bytes else None,
-        attributes={"version": report.version, "mode": report.mode, "revision": report.revision},
-    )
-
-
-def received(nbytes_by_path: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return the number of bytes from each source over each transport, for metrics."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for path, nbytes in nbytes_by_path.items():
-        counts["peer", path.partition(" ")[0]] += nbytes
-    return counts

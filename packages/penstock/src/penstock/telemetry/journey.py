@@ -5,19 +5,31 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.config import asks_for_metrics
 from penstock.errors import Cancelled, IntegrityError, PenstockError, sendable
-from penstock.telemetry.metrics import Attribute, Ended, Outcome, Received, Registry, recording
+from penstock.report import TransferStats
+from penstock.telemetry.metrics import Attribute, Ended, Received, Registry, recording
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 
+_SPAN_FIELDS = {
+    "load": ("uri", "device", "revision", "path"),
+    "fetch": ("revision", "storage_bytes", "path"),
+    "publish": ("version", "mode"),
+    "update": ("version", "mode", "revision", "path"),
+    "stage": ("version", "path"),
+    "commit": ("version", "mode", "revision", "path"),
+    "convert": ("uri", "revision", "operation", "read_bytes", "num_tasks", "num_resumed"),
+    "attach": ("revision", "device", "path"),
+}
+"""For each kind of journey, the fields of its report that its span shows."""
 MAX_FAILURES = 4
 """Number of recent failures that this process remembers. The number is small, because each heartbeat contains them."""
 
@@ -58,7 +70,9 @@ class Journey:
         received: function that returns the bytes received so far, which the scrape's thread also calls.
         num_wrong: number of digest mismatches.
         num_retries: number of replaced sources or repeated attempts.
-        outcome: data from the journey's report, or None unless the journey succeeded.
+        pause_s: seconds for which the journey paused an engine, or None if it paused none.
+        subscribers: number of subscribers for each result of a publish.
+        report: the journey's report, or None unless the journey succeeded.
         ended: how the journey ended, for the metrics, or None while the journey is running.
     """
 
@@ -68,7 +82,9 @@ class Journey:
         self.received: Callable[[], Received] = dict
         self.num_wrong = 0
         self.num_retries = 0
-        self.outcome: Outcome | None = None
+        self.pause_s: float | None = None
+        self.subscribers: Mapping[str, int] = {}
+        self.report: TransferStats | None = None
         self.ended: Ended | None = None
         self._attributes = attributes
         self._span: Span | None = None
@@ -106,10 +122,10 @@ class Journey:
         self._is_over = True
         seconds = time.perf_counter() - self._begun
         if error is not None:
-            self.outcome = None
-        # An iteration that the caller stopped early has neither an error nor an outcome.
+            self.report = None
+        # An iteration that the caller stopped early has neither an error nor a report.
         is_cancelled = not isinstance(error, Exception) or isinstance(error, Cancelled)
-        result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
+        result = "ok" if self.report is not None else "cancelled" if is_cancelled else "failed"
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
         if isinstance(error, PenstockError) and result == "failed":
             model, message = sendable(self.model, 256), sendable(error.summary, 1024)
@@ -120,7 +136,7 @@ class Journey:
             ended = Ended(result=result, error=name, seconds=seconds, received=dict(self.received()))
             self._registry.end(self, ended)
         if self._span is not None:
-            _end_span(self._span, self.outcome, error)
+            self._end_span(self._span, error)
         # Drop the old function, which may hold the last reference to the journey's files and memory.
         self.received = dict
 
@@ -141,29 +157,27 @@ class Journey:
             self._current.__exit__(None, None, None)
         self.end(error)
 
+    def _end_span(self, span: Span, error: BaseException | None) -> None:
+        # The code that configured the span's provider has already imported this module.
+        from opentelemetry.trace import Status, StatusCode
+
+        if (report := self.report) is not None:
+            attributes: dict[str, Attribute] = {"bytes": report.nbytes, "verified_bytes": report.verified_bytes}
+            attributes |= {f"phase.{phase}_s": seconds for phase, seconds in report.phases.items()}
+            attributes |= {name: value for name in _SPAN_FIELDS[self.kind] if (value := getattr(report, name)) != ""}
+            attributes |= {} if self.pause_s is None else {"pause_s": self.pause_s}
+            for name, value in attributes.items():
+                span.set_attribute(f"penstock.{name}", _clean(value))
+        if error is not None:
+            span.record_exception(error)
+            span.set_attribute("error.type", type(error).__name__)
+            if isinstance(error, PenstockError):
+                span.set_attribute("penstock.blame", error.blame)
+                span.set_attribute("penstock.mutated", error.mutated)
+            span.set_status(Status(StatusCode.ERROR, sendable(str(error), 1024)))
+        span.end()
+
 
 def _clean(value: Attribute) -> Attribute:
     # Limit the length, because a list of URIs, or the list of sources of a large sync, may be long.
     return sendable(value, 1024) if isinstance(value, str) else value
-
-
-def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) -> None:
-    # The code that configured the span's provider has already imported this module.
-    from opentelemetry.trace import Status, StatusCode
-
-    if outcome is not None:
-        attributes: dict[str, Attribute] = {"bytes": outcome.nbytes, "verified_bytes": outcome.verified_bytes}
-        attributes |= {f"phase.{phase}_s": seconds for phase, seconds in outcome.phases.items()}
-        attributes |= outcome.attributes
-        attributes |= {"path": outcome.path} if outcome.path else {}
-        attributes |= {} if outcome.pause_s is None else {"pause_s": outcome.pause_s}
-        for name, value in attributes.items():
-            span.set_attribute(f"penstock.{name}", _clean(value))
-    if error is not None:
-        span.record_exception(error)
-        span.set_attribute("error.type", type(error).__name__)
-        if isinstance(error, PenstockError):
-            span.set_attribute("penstock.blame", error.blame)
-            span.set_attribute("penstock.mutated", error.mutated)
-        span.set_status(Status(StatusCode.ERROR, sendable(str(error), 1024)))
-    span.end()

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.entry_points import install_hint, own_version
 from penstock.errors import MissingExtra
+from penstock.report import TransferStats
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -139,19 +140,15 @@ Received = Mapping[tuple[str, str], int]
 method."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Values from a journey's report, for its metrics and its span."""
-
-    nbytes: int
-    phases: Mapping[str, float] = msgspec.field(default_factory=dict)
-    verified_bytes: int = 0
-    path: str = ""
-    """Readable text that lists the paths with their bytes."""
-    pause_s: float | None = None
-    subscribers: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """For the publication of a version, the number of subscribers for each result."""
-    attributes: Mapping[str, Attribute] = msgspec.field(default_factory=dict)
-    """Additional attributes for the span."""
+def received_by(nbytes_by_path: Mapping[str, int]) -> dict[tuple[str, str], int]:
+    """Return the bytes by source and path, from the bytes for each path of a report. Thread-safe."""
+    received: dict[tuple[str, str], int] = {}
+    # Copy the items, because a running fetch adds paths at the same time.
+    for path, nbytes in list(nbytes_by_path.items()):
+        name = path.partition(" ")[0]
+        key = ("storage", "fallback") if name == "storage" else ("peer", name)
+        received[key] = received.get(key, 0) + nbytes
+    return received
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +170,9 @@ class Running(Protocol):
     received: Callable[[], Received]
     num_wrong: int
     num_retries: int
-    outcome: Outcome | None
+    pause_s: float | None
+    subscribers: Mapping[str, int]
+    report: TransferStats | None
     ended: Ended | None
 
 
@@ -274,7 +273,7 @@ class Registry:
                 self._count(journey, journey.ended)
 
     def _count(self, journey: Running, ended: Ended) -> None:
-        kind, outcome, model = journey.kind, journey.outcome, self._model(journey.model)
+        kind, report, model = journey.kind, journey.report, self._model(journey.model)
         self._add("penstock_journeys", (kind, ended.result), 1)
         for labels, nbytes in self._received(journey, ended.received):
             self._add("penstock_received_bytes", labels, nbytes)
@@ -284,16 +283,16 @@ class Registry:
             self._add("penstock_verification_failures", (kind,), journey.num_wrong)
         if journey.num_retries:
             self._add("penstock_retries", (kind,), journey.num_retries)
-        if outcome is None:
+        if report is None:
             return
         self._histograms["penstock_journey_seconds"].labels(kind, model).observe(ended.seconds)
-        if outcome.pause_s is not None:
-            self._histograms["penstock_pause_seconds"].labels(model).observe(outcome.pause_s)
-        for phase, phase_s in outcome.phases.items():
+        if journey.pause_s is not None:
+            self._histograms["penstock_pause_seconds"].labels(model).observe(journey.pause_s)
+        for phase, phase_s in report.phases.items():
             self._add("penstock_phase_seconds", (kind, phase), phase_s)
-        if outcome.verified_bytes:
-            self._add("penstock_verified_bytes", (kind, model), outcome.verified_bytes)
-        for result, count in outcome.subscribers.items():
+        if report.verified_bytes:
+            self._add("penstock_verified_bytes", (kind, model), report.verified_bytes)
+        for result, count in journey.subscribers.items():
             self._add("penstock_publish_subscribers", (model, result), count)
 
     def _model(self, name: str) -> str:

@@ -38,7 +38,7 @@ from penstock.sync.publish.registered import Registered, warn_of_state_dict
 from penstock.sync.publish.state import NEXT, PublisherState
 from penstock.sync.publish.strategy import OnePhase, Strategy, TrainerRank, TwoPhase
 from penstock.sync.publish.transformed import Transforms
-from penstock.sync.report import PublishMode, PublishReport, publish_outcome
+from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.settings import PublisherSettings
 from penstock.sync.shards import Declarable
@@ -265,11 +265,15 @@ class Publisher(Closeable):
                 self._pending = report, self._deciding.submit(self._decide, strategy, version)
             if report.exchanged_bytes:
                 journey.received = lambda: {("peer", "exchange"): report.exchanged_bytes}
-            journey.outcome = publish_outcome(report)
+            if self.mode == "live":
+                counts = {"committed": report.committed, "late": report.late, "failed": report.failed}
+                journey.subscribers = {result: len(members) for result, members in counts.items()}
+            journey.report = report
             return report
 
     def _report(self, decision: Decision, copy_s: float, *, is_two_phase: bool) -> PublishReport:
         offer = self._registered.offer
+        wait_s = self._took_s - offer.seconds if self.mode == "live" else 0.0
         return PublishReport(
             name=self.name,
             version=self.version,
@@ -277,9 +281,7 @@ class Publisher(Closeable):
             mode=self.mode,
             nbytes=self.nbytes,
             wall_s=self._took_s,
-            copy_s=copy_s,
-            wait_s=self._took_s - offer.seconds if self.mode == "live" else 0.0,
-            transform_s=offer.seconds,
+            phases={"copy": copy_s, "transform": offer.seconds, "wait": wait_s},
             transformed_bytes=offer.transformed.nbytes,
             boundary_bytes=offer.transformed.boundary_bytes,
             exchanged_bytes=offer.moved_bytes,

@@ -28,18 +28,11 @@ from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.states import LiveVersion, SubscriberState, SubscriberStates
 from penstock.sync.receive.update import UpdateLoop
+from penstock.sync.report import UpdateReport
 
 S = SubscriberState
 Pause = Callable[[int], None]
 """Executes steps 1 to 4 for a version. Further calls in the same flip have no effect."""
-
-
-class Flipped(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that a flip made live, with the durations in seconds."""
-
-    staged: Staged
-    pause_s: float = 0.0
-    install_s: float = 0.0
 
 
 class FlipOrder(msgspec.Struct, eq=False):
@@ -56,7 +49,7 @@ class FlipOrder(msgspec.Struct, eq=False):
     previous: SubscriberState = S.IDLE
     paused_at: float | None = None
 
-    def run(self, move_bytes: Callable[[Pause], Staged]) -> Flipped:
+    def run(self, move_bytes: Callable[[Pause], Staged]) -> UpdateReport:
         """Make a version live. `move_bytes` moves the version's bytes to the target.
 
         `move_bytes` calls its argument before it writes. A PenstockError with `mutated` means that bytes were written.
@@ -66,15 +59,15 @@ class FlipOrder(msgspec.Struct, eq=False):
             staged = move_bytes(self._pause)
             if staged.origin == "here":
                 self._resume_previous()
-                return Flipped(staged=staged)
+                return staged.report_now()
             self.states.enter(S.WRITING)
             moved = time.perf_counter()
             if staged.origin == "sync":
                 self.update_loop.install()
-            install_s = time.perf_counter() - moved + staged.install_s
+            install_s = time.perf_counter() - moved
             begun = staged.begun if self.paused_at is None else self.paused_at
             self._go_live(staged, begun)
-            return Flipped(staged=staged, pause_s=time.perf_counter() - begun, install_s=install_s)
+            return staged.report_now(install_s=install_s, pause_s=time.perf_counter() - begun)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -98,7 +91,7 @@ class FlipOrder(msgspec.Struct, eq=False):
             epoch=staged.epoch,
             version=staged.version,
             metadata=staged.metadata,
-            path=staged.path,
+            path=staged.report.path,
             took_s=now - staged.begun,
             pause_s=now - begun,
         )

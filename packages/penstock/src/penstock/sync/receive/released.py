@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -181,21 +182,19 @@ class ReleasedVersion(msgspec.Struct, frozen=True, kw_only=True):
             message = f"the stored version {stored.version} of {self.name!r} differs from the version that was live"
             raise IntegrityError(message, mutated=True, hint="pass the number of the stored version")
         buffers.install()
-        return Staged(
-            version=stored.version,
-            # A version without an epoch is not served, because its bytes may differ from the trainer's.
-            epoch=self.epoch if is_same else "",
-            origin="restore",
-            begun=begun,
-            attempts=1,
+        # A version without an epoch is not served, because its bytes may differ from the trainer's.
+        epoch = self.epoch if is_same else ""
+        staged = update_loop.unread(stored.version, epoch, begun, origin="restore")
+        report = dataclasses.replace(
+            staged.report,
             nbytes=nbytes,
+            verified_bytes=nbytes,
             version_bytes=nbytes,
-            wire_s=read - begun,
-            install_s=time.perf_counter() - read,
+            phases={"plan": 0.0, "wire": read - begun, "install": time.perf_counter() - read},
             path=stored.weights if isinstance(stored.weights, str) else "given tensors",
-            sources={},
             why=(f"version {stored.version} was read from outside the sync: {error.message}",),
         )
+        return msgspec.structs.replace(staged, report=report)
 
     def take_in_place(self, update_loop: UpdateLoop) -> Staged:
         """Verify the bytes that the engine itself has restored."""
@@ -207,7 +206,7 @@ class ReleasedVersion(msgspec.Struct, frozen=True, kw_only=True):
             raise IntegrityError(message, mutated=True, hint="call restore(), which reads the version from the sync")
         if update_loop.checkpoint is not None:
             update_loop.allocate_again(self.proven)
-        return Staged(version=self.version, epoch=self.epoch, origin="restore", begun=begun, attempts=1, sources={})
+        return update_loop.unread(self.version, self.epoch, begun, origin="restore")
 
 
 class Release(msgspec.Struct, eq=False):

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
@@ -194,7 +194,12 @@ SourceLink = LocalLink | PeerLink
 
 
 class SourceRead(msgspec.Struct, eq=False, dict=True):
-    """The reads from one source during one run. Without `leases`, short runs are not packed. Thread-safe."""
+    """The reads from one source during one run. Without `leases`, short runs are not packed. Thread-safe.
+
+    Attributes:
+        nbytes: number of bytes read so far.
+        ready_s: seconds from requests for digests until their replies, summed.
+    """
 
     link: SourceLink
     into: VersionRegions
@@ -204,6 +209,8 @@ class SourceRead(msgspec.Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         self.member = self.link.member
         self.short_runs = ShortRuns()
+        self.nbytes = 0
+        self.ready_s = 0.0
         # Transport, descriptor, and the reason for using no nearer transport, by pair of regions.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
         self._lock = threading.Lock()  # guards the routes and the counts
@@ -393,42 +400,60 @@ def _posted(
     yield transport, transport.post_read(into, descriptor, segments)
 
 
-class LinkReport(msgspec.Struct, kw_only=True):
-    """One source's share of a transfer."""
+class TransferCounts:
+    """The bytes from each source in one run, and the seconds of waiting, reading and digesting. Thread-safe.
 
-    member: str
-    path: str = ""
-    why: str = ""
-    nbytes: int = 0
-    wire_s: float = 0.0
-    ready_s: float = 0.0
-    """Seconds from requests for digests until their replies, summed."""
-    short_runs: ShortRuns
+    Attributes:
+        nbytes: size of the part in bytes, including bytes that the receiver had already.
+        moved_bytes: number of bytes read.
+        peak_bytes: peak number of bytes that were being read or were not yet verified.
+        seconds: duration of the completed run.
+        wire_s: seconds during which at least one read was running.
+    """
 
+    def __init__(self, nbytes: int, reads: Iterable[SourceRead]) -> None:
+        self.nbytes = nbytes
+        self.reads = tuple(reads)
+        self.moved_bytes = self.peak_bytes = self._num_reading = 0
+        self.seconds = self.wire_s = self.ready_s = self.digest_s = self._since = 0.0
+        self._lock = threading.Lock()
 
-class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of one run of a transfer."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the time of the block as reading. Overlapping reads count once."""
+        with self._lock:
+            if not self._num_reading:
+                self._since = time.perf_counter()
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                if not self._num_reading:
+                    self.wire_s += time.perf_counter() - self._since
 
-    nbytes: int
-    moved_bytes: int
-    """Number of bytes read, which excludes bytes that the receiver had already."""
-    seconds: float
-    wire_s: float
-    """Seconds during which at least one read was running."""
-    ready_s: float
-    digest_s: float
-    peak_bytes: int
-    """Peak number of bytes that were being read or were not yet verified."""
-    links: tuple[LinkReport, ...]
+    def add(self, read: SourceRead, *, nbytes: int = 0, ready_s: float = 0.0, digest_s: float = 0.0) -> None:
+        """Add bytes from this source, and seconds spent waiting for its digests and digesting here."""
+        with self._lock:
+            read.nbytes += nbytes
+            read.ready_s += ready_s
+            self.moved_bytes += nbytes
+            self.ready_s += ready_s
+            self.digest_s += digest_s
+
+    def nbytes_by_path(self) -> dict[str, int]:
+        """Return the bytes for each path, such as `shm <- MEMBER`."""
+        return {f"{read.path} <- {read.member[:8]}": read.nbytes for read in self.reads if read.nbytes}
 
     @property
     def packed_bytes(self) -> int:
         """Return the number of bytes in short runs that sources packed."""
-        return sum(link.short_runs.packed_bytes for link in self.links)
+        return sum(read.short_runs.packed_bytes for read in self.reads)
 
     def packing(self) -> tuple[str, ...]:
         """Describe the short runs from sources on other hosts: how many were packed, and why others were not."""
-        counts = [link.short_runs for link in self.links]
+        counts = [read.short_runs for read in self.reads]
         num_runs, num_reads = sum(each.num_runs for each in counts), sum(each.num_reads for each in counts)
         lines = [f"short runs read without packing: {why}" for why in dict.fromkeys(each.why for each in counts) if why]
         if num_runs:
@@ -436,73 +461,3 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
             head = f"short runs packed at the sources: {self.packed_bytes} bytes in {num_runs} runs of {mean} bytes"
             lines.insert(0, f"{head} on average, read from {num_reads} buffers")
         return tuple(lines)
-
-
-class _OccupiedTime(msgspec.Struct):
-    """The time during which at least one thread is reading. Overlapping reads count once."""
-
-    inside: int = 0
-    since: float = 0.0
-    total_s: float = 0.0
-
-    def enter(self, now: float) -> None:
-        if not self.inside:
-            self.since = now
-        self.inside += 1
-
-    def leave(self, now: float) -> None:
-        self.inside -= 1
-        if not self.inside:
-            self.total_s += now - self.since
-
-
-class TransferStats:
-    """Counts bytes from each source, and seconds spent waiting, reading and digesting. Thread-safe."""
-
-    def __init__(self, reads: Mapping[int, SourceRead]) -> None:
-        self._reads = reads
-        self._links = {
-            read.member: LinkReport(member=read.member, short_runs=read.short_runs) for read in reads.values()
-        }
-        self._occupied = {member: _OccupiedTime() for member in ("", *self._links)}  # "" counts all sources
-        self._begun = time.perf_counter()
-        self._digest_s = 0.0
-        self._lock = threading.Lock()
-        self.peak_bytes = 0
-
-    @contextlib.contextmanager
-    def reading(self, member: str) -> Iterator[None]:
-        """Count the time of the block as a read from this source."""
-        with self._lock:
-            for name in ("", member):
-                self._occupied[name].enter(time.perf_counter())
-        try:
-            yield
-        finally:
-            with self._lock:
-                for name in ("", member):
-                    self._occupied[name].leave(time.perf_counter())
-
-    def add(self, member: str, *, nbytes: int = 0, ready_s: float = 0.0, digest_s: float = 0.0) -> None:
-        """Add bytes from this source, and seconds spent waiting for its digests and digesting here."""
-        with self._lock:
-            self._links[member].nbytes += nbytes
-            self._links[member].ready_s += ready_s
-            self._digest_s += digest_s
-
-    def report(self, nbytes: int) -> TransferReport:
-        """Return the statistics of the whole run."""
-        for read in self._reads.values():
-            link = self._links[read.member]
-            link.path, link.why, link.wire_s = read.path, read.why, self._occupied[read.member].total_s
-        links = tuple(self._links.values())
-        return TransferReport(
-            nbytes=nbytes,
-            moved_bytes=sum(link.nbytes for link in links),
-            seconds=time.perf_counter() - self._begun,
-            wire_s=self._occupied[""].total_s,
-            ready_s=sum(link.ready_s for link in links),
-            digest_s=self._digest_s,
-            peak_bytes=self.peak_bytes,
-            links=links,
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -10,6 +12,9 @@ import msgspec
 from penstock.plan.sync import WATERMARK_BYTES, ReceiverPlan
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.recording.layout import Load
+from penstock.sync.report import UpdateReport
+
+StagedOrigin = Literal["sync", "restore", "here"]
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,29 +22,23 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     epoch: str
-    origin: Literal["sync", "restore", "here"] = "sync"
+    origin: StagedOrigin
     """`sync` was read from members, `restore` was filled from elsewhere, and `here` is already live and was not
     read."""
     part: ReceiverPlan | None = None
     begun: float
-    attempts: int
-    nbytes: int = 0
-    version_bytes: int = 0
-    delta: str = ""
-    packed_bytes: int = 0
-    staging_bytes: int = 0
-    install_s: float = 0.0  # of a restore
-    lost: Mapping[str, str] = msgspec.field(default_factory=dict)
-    plan_s: float = 0.0
-    wire_s: float = 0.0
-    path: str = ""
-    sources: Mapping[str, int]
-    nbytes_by_path: Mapping[str, int] = msgspec.field(default_factory=dict)
-    why: tuple[str, ...] = ()
+    report: UpdateReport
+    """The report of the update without its flip."""
     decide_by: float | None = None
     """Time at which the fleet's decision is due. None means that the version may go live at once."""
     check: bytes = b""
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    def report_now(self, *, install_s: float = 0.0, pause_s: float = 0.0) -> UpdateReport:
+        """Return the report of the update that ends now."""
+        phases = {**self.report.phases, "install": self.report.phases.get("install", 0.0) + install_s}
+        wall_s = time.perf_counter() - self.begun
+        return dataclasses.replace(self.report, wall_s=wall_s, phases=phases, pause_s=pause_s)
 
 
 class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +62,3 @@ class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the maximum number of bytes that may be read and not yet verified."""
         # In staged mode, `memory_bytes` limits the staging copy instead.
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
-
-
-def nothing_read(version: int, epoch: str, begun: float, attempt: int) -> Staged:
-    """Return a result for the version that is already live, for which no byte was read."""
-    return Staged(version=version, epoch=epoch, origin="here", begun=begun, attempts=attempt, sources={})

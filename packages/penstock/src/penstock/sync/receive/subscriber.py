@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Self
-
-import msgspec
 
 from penstock.arguments import require_seconds, require_version
 from penstock.errors import (
@@ -32,7 +31,7 @@ from penstock.loader.progress import Progress, ProgressOption
 from penstock.logs import log_named
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
-from penstock.sync.receive.flip import FlipOrder, Flipped, Pause
+from penstock.sync.receive.flip import FlipOrder, Pause
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
 from penstock.sync.receive.released import Release, StoredVersion
@@ -41,10 +40,10 @@ from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.recording.requirements import Requirements
-from penstock.sync.report import UpdateMode, UpdateReport, received, update_outcome
+from penstock.sync.report import UpdateMode, UpdateReport
 from penstock.sync.request_handler import SyncHandler
 from penstock.telemetry.journey import Journey
-from penstock.telemetry.metrics import Outcome
+from penstock.telemetry.metrics import received_by
 from penstock.timing import Timing
 
 S = SubscriberState
@@ -319,7 +318,7 @@ class Subscriber(Closeable):
             with Progress(progress, self.name) as shown, shown.watching(lambda: self._update_loop.progress):
                 if self.mode == "direct":
                     with self._receiving():
-                        return _counted(journey, self._go_live(partial(self._receive, version, timeout_s)))
+                        return _counted(journey, self._flip.run(partial(self._receive, version, timeout_s)))
                 self._stage(version, timeout_s)
             # Flip after the progress block, because an error in the progress function must not interrupt a flip.
             return _counted(journey, self._commit(just_checked=True))
@@ -389,7 +388,7 @@ class Subscriber(Closeable):
                 timeout_s,
                 in_place=in_place,
                 update=lambda limit_s: self._update(version, limit_s),
-                flip=lambda bring: self._go_live(lambda pause: bring()),
+                flip=lambda bring: self._flip.run(lambda pause: bring()),
             )
 
     def _journey(self, kind: str) -> Journey:
@@ -414,15 +413,7 @@ class Subscriber(Closeable):
             self._check_open()
             self._release.require_awake()
             staged = self._stage(version, timeout_s)
-            journey.received = lambda: received(staged.nbytes_by_path)
-            journey.num_retries = staged.attempts - 1
-            journey.outcome = Outcome(
-                nbytes=staged.nbytes,
-                phases={"plan": staged.plan_s, "wire": staged.wire_s},
-                verified_bytes=staged.nbytes,
-                path=staged.path,
-                attributes={"version": staged.version},
-            )
+            _counted(journey, staged.report)
             return staged.version
 
     def commit(self) -> UpdateReport:
@@ -441,9 +432,8 @@ class Subscriber(Closeable):
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
             # Do not count the bytes and the time that `stage` has already counted.
-            journey.outcome = msgspec.structs.replace(
-                update_outcome(report), phases={"install": report.install_s}, verified_bytes=0
-            )
+            journey.pause_s = report.pause_s or None
+            journey.report = replace(report, phases={"install": report.phases["install"]}, verified_bytes=0)
             return report
 
     @contextlib.contextmanager
@@ -478,7 +468,7 @@ class Subscriber(Closeable):
             raise ConfigError("no version is staged", hint="call stage() first")
         if staged.origin == "here":
             self._give_up_staged()
-            return self._report(Flipped(staged=staged))
+            return staged.report_now()
         if staged.decide_by is not None:
             try:
                 self._participant.await_commit(staged, staged.decide_by)
@@ -500,7 +490,7 @@ class Subscriber(Closeable):
             return staged
 
         try:
-            return self._go_live(move_bytes)
+            return self._flip.run(move_bytes)
         finally:
             if self._states.now not in (S.STAGED, S.PREPARED):
                 self._staged = None
@@ -525,37 +515,9 @@ class Subscriber(Closeable):
             self._check_open()
             time.sleep(self._timing.version_pause_s)
 
-    def _go_live(self, move_bytes: Callable[[Pause], Staged]) -> UpdateReport:
-        return self._report(self._flip.run(move_bytes))
-
     def _fill_empty(self) -> None:
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
             self._target.update({row.name: row.tensor for row in self.wanted.rows})
-
-    def _report(self, flipped: Flipped) -> UpdateReport:
-        staged = flipped.staged
-        return UpdateReport(
-            name=self.name,
-            version=self.version,
-            revision=self.revision,
-            mode=self.mode,
-            nbytes=staged.nbytes,
-            version_bytes=staged.version_bytes,
-            delta=staged.delta,
-            wall_s=time.perf_counter() - staged.begun,
-            plan_s=staged.plan_s,
-            wire_s=staged.wire_s,
-            install_s=flipped.install_s,
-            pause_s=flipped.pause_s,
-            path=staged.path,
-            sources=staged.sources,
-            nbytes_by_path=staged.nbytes_by_path,
-            why=staged.why,
-            attempts=staged.attempts,
-            lost=staged.lost,
-            packed_bytes=staged.packed_bytes,
-            staging_bytes=staged.staging_bytes,
-        )
 
     def _check_open(self) -> None:
         if self._states.now is S.CLOSED:
@@ -573,7 +535,8 @@ class Subscriber(Closeable):
 
 
 def _counted(journey: Journey, report: UpdateReport) -> UpdateReport:
-    journey.received = lambda: received(report.nbytes_by_path)
+    journey.received = partial(received_by, report.nbytes_by_path)
     journey.num_retries = max(0, report.attempts - 1)
-    journey.outcome = update_outcome(report)
+    journey.pause_s = report.pause_s or None
+    journey.report = report
     return report

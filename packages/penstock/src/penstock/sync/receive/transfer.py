@@ -36,7 +36,7 @@ from penstock.sync.local_version import VersionRegions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import RankProgress
 from penstock.sync.receive.packed import BufferLeases
-from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
+from penstock.sync.receive.sources import SourceLink, SourceRead, TransferCounts
 from penstock.sync.receive.steps import Step, Windows, cut, joined, some_of
 from penstock.timing import DEFAULT, Timing
 from penstock.types import GB, I64, MIB, U64
@@ -117,18 +117,18 @@ class ChangedRanges:
         self._digests[step] = digests
         self._unsure.discard(step)
 
-    def ended(self, report: TransferReport, *, were_ready: bool) -> None:
+    def ended(self, counts: TransferCounts, *, were_ready: bool) -> None:
         """Record the rates of a completed run. If `were_ready`, also record how long the run's digest requests took."""
-        if self._is_whole and report.nbytes:
-            self.density = self._changed_bytes / report.nbytes
-        if report.moved_bytes and report.wire_s > 0:
-            self._bytes_per_s = report.moved_bytes / report.wire_s
+        if self._is_whole and counts.nbytes:
+            self.density = self._changed_bytes / counts.nbytes
+        if counts.moved_bytes and counts.wire_s > 0:
+            self._bytes_per_s = counts.moved_bytes / counts.wire_s
         if were_ready:
-            self._ask_s = max((link.ready_s for link in report.links), default=0.0)
+            self._ask_s = max((read.ready_s for read in counts.reads), default=0.0)
 
-    def summary(self, report: TransferReport) -> str:
+    def summary(self, counts: TransferCounts) -> str:
         """Describe the last run in one line."""
-        return f"delta: moved {report.moved_bytes} of {report.nbytes} bytes, {self._why}"
+        return f"delta: moved {counts.moved_bytes} of {counts.nbytes} bytes, {self._why}"
 
 
 LEAST_BYTES = MIB
@@ -162,7 +162,7 @@ class Transfer(msgspec.Struct, eq=False, dict=True):
         self.moved_bytes = 0
         self.proven: list[tuple[Strips, U64]] = []
 
-    def run(self, sources: Mapping[str, SourceLink]) -> TransferReport:
+    def run(self, sources: Mapping[str, SourceLink]) -> TransferCounts:
         """Read the part from sources with one version, and return when every byte is verified in place.
 
         Raises:
@@ -176,6 +176,7 @@ class Transfer(msgspec.Struct, eq=False, dict=True):
         windows = self._prepare(sources)
         if self.delta is not None:
             self.delta.begin(self.part.nbytes)
+        begun = time.perf_counter()
         run = _TransferRun(self, windows, sources)
         try:
             with run:
@@ -184,20 +185,17 @@ class Transfer(msgspec.Struct, eq=False, dict=True):
             # A running read can write to the memory until the run is closed.
             error.mutated = run.is_touched
             raise
-        report = run.stats.report(self.part.nbytes)
+        counts = run.counts
+        counts.seconds = time.perf_counter() - begun
         if self.delta is not None:
-            self.delta.ended(report, were_ready=all(link.map.is_ready for link in sources.values()))
-        return report
+            self.delta.ended(counts, were_ready=all(link.map.is_ready for link in sources.values()))
+        return counts
 
     def note_exchange(self) -> None:
         """Record that a flip swapped the memory of `into` with the memory that the run before last filled."""
         # The memory of `into` now contains the previous version.
         if self.delta is not None:
             self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
-
-    def summary(self, report: TransferReport) -> str:
-        """Describe in one line how much of the version was read. Return an empty string if `delta` is None."""
-        return "" if self.delta is None else self.delta.summary(report)
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
         used = np.flatnonzero(self.part.link_bytes()).tolist()
@@ -249,14 +247,14 @@ class _TransferRun(Run):
             for i in dict.fromkeys(step.source for step in windows.steps)
         }
         self._queues = self._queued(windows.steps)
-        self.stats = TransferStats(self._reads)
+        self.counts = TransferCounts(nbytes, self._reads.values())
         num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
         # One thread can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
 
-        # The lock guards the fields below, and `peak_bytes` of the statistics.
+        # The lock guards the fields below, and `counts.peak_bytes`.
         self._lock = threading.Lock()
         self._wanted: dict[Step, U64] = {}
         """Digests of steps that have not arrived yet."""
@@ -311,7 +309,7 @@ class _TransferRun(Run):
                 queue.steps.popleft()
                 queue.num_flying += 1
                 self._unverified_bytes += step.nbytes
-                self.stats.peak_bytes = max(self.stats.peak_bytes, self._unverified_bytes)
+                self.counts.peak_bytes = max(self.counts.peak_bytes, self._unverified_bytes)
                 source = self._reads[step.source]
                 items.append(
                     Item(
@@ -359,7 +357,7 @@ class _TransferRun(Run):
         except PenstockError as error:
             self._note_lost(source.member, error)
             raise
-        self.stats.add(source.member, ready_s=time.perf_counter() - begun)
+        self.counts.add(source, ready_s=time.perf_counter() - begun)
         return digests
 
     def _note_digests(self, step: Step, wanted: U64) -> None:
@@ -383,7 +381,7 @@ class _TransferRun(Run):
         if self._delta is not None:
             self._delta.reading(step)
         try:
-            with self._turn(step), self.stats.reading(source.member):
+            with self._turn(step), self.counts.reading():
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
             if is_touched:
                 self.is_touched = True
@@ -392,7 +390,7 @@ class _TransferRun(Run):
         except PenstockError as error:
             self._note_lost(source.member, error)
             raise
-        self.stats.add(source.member, nbytes=strips.nbytes)
+        self.counts.add(source, nbytes=strips.nbytes)
 
     @contextlib.contextmanager
     def _turn(self, step: Step) -> Iterator[None]:
@@ -441,7 +439,7 @@ class _TransferRun(Run):
     def _own_digests(self, step: Step) -> U64:
         begun = time.perf_counter()
         digests = self._transfer.into.digests(step.ours)
-        self.stats.add(self._reads[step.source].member, digest_s=time.perf_counter() - begun)
+        self.counts.add(self._reads[step.source], digest_s=time.perf_counter() - begun)
         return digests
 
     def _verified(self, step: Step) -> None:

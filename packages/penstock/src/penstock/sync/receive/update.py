@@ -7,6 +7,7 @@ verified steps whose digests still match are not read again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -31,6 +32,7 @@ from penstock.hub.messages import MEMBER_PREFIX, FleetDecision, SyncMember, layo
 from penstock.logs import log_named
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan
+from penstock.report import shares_text
 from penstock.sync.commit_rules import MAX_REASON_CHARS, refusal
 from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership
@@ -38,8 +40,8 @@ from penstock.sync.messages import NewsReply, PartRequest, RankProgress, TableRe
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn, decode_outcome
 from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
-from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
-from penstock.sync.receive.staged import Staged, UpdateOptions, nothing_read
+from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink
+from penstock.sync.receive.staged import Staged, StagedOrigin, UpdateOptions
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import ReceiveBuffers, Target, TensorSelection, select_tensors
 from penstock.sync.receive.tied import TiedRows
@@ -51,6 +53,7 @@ from penstock.sync.receive.transfer import (
     require_planned,
 )
 from penstock.sync.recording.requirements import Requirements
+from penstock.sync.report import UpdateReport
 from penstock.timing import Timing
 from penstock.transport.storages import RegisteredStorages
 from penstock.types import U64
@@ -249,7 +252,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         if version is not None and version <= self.states.version:
             epoch = self.states.live.epoch
             if self._is_live(version, epoch):
-                return nothing_read(version, epoch, begun, 0)
+                return self.unread(version, epoch, begun, attempts=0)
         self._request = None
         try:
             return self._attempts(version, pause, begun)
@@ -278,11 +281,9 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
                     self._request = planner.member, granted.version
                     if self._is_live(granted.version, granted.epoch):
                         self._refuse_withdrawn(granted.later)
-                        return nothing_read(granted.version, granted.epoch, begun, attempt)
-                    staged = self._read(planner, buffers, granted, requests, begun, attempt, pause)
-                    return msgspec.structs.replace(
-                        staged, lost={member: error.summary for member, error in lost.items()}
-                    )
+                        return self.unread(granted.version, granted.epoch, begun, attempts=attempt)
+                    staged = self.unread(granted.version, granted.epoch, begun, attempts=attempt, origin="sync")
+                    return self._read(staged, planner, buffers, granted, requests, lost, pause)
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
@@ -310,6 +311,22 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
                 log.warning("%s", self._last_warning)
             time.sleep(self.timing.retry_pause_s)
         raise AssertionError("unreachable")
+
+    def unread(
+        self, version: int, epoch: str, begun: float, *, attempts: int = 1, origin: StagedOrigin = "here"
+    ) -> Staged:
+        """Return a version of which no byte has been read."""
+        report = UpdateReport(
+            name=self.membership.name,
+            version=version,
+            revision=f"{epoch}:{version}" if version >= 0 else "",
+            mode="staged" if self.options.staged else "direct",
+            nbytes=0,
+            wall_s=0.0,
+            phases={"plan": 0.0, "wire": 0.0},
+            attempts=attempts,
+        )
+        return Staged(version=version, epoch=epoch, origin=origin, begun=begun, report=report)
 
     def _is_live(self, version: int, epoch: str) -> bool:
         """Return whether this version is already live. Raise ConfigError if the live version is newer."""
@@ -481,12 +498,12 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
 
     def _read(
         self,
+        staged: Staged,
         planner: SyncMember,
         buffers: ReceiveBuffers,
         granted: Granted,
         requests: LinkRequests,
-        begun: float,
-        attempt: int,
+        lost: Mapping[str, PenstockError],
         pause: Callable[[int], None],
     ) -> Staged:
         transfer, tied = self._transfer, self._tied
@@ -509,7 +526,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
                     self.options.hooks.before_read(granted.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
             pause(granted.version)
-            plan_s = time.perf_counter() - begun
+            plan_s = time.perf_counter() - staged.begun
             try:
                 moved = transfer.run(links)
             except PenstockError as error:
@@ -525,23 +542,27 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         if granted.decide_s is None and not self.options.has_check:
             # A publish of live weights waits only until the bytes are read.
             self.report("committed")
-        return Staged(
-            version=granted.version,
-            epoch=granted.epoch,
-            part=part,
-            begun=begun,
-            attempts=attempt,
+        nbytes_by_path = moved.nbytes_by_path()
+        report = dataclasses.replace(
+            staged.report,
             nbytes=moved.moved_bytes,
+            verified_bytes=moved.moved_bytes,
             version_bytes=moved.nbytes,
-            delta=transfer.summary(moved),
+            delta="" if transfer.delta is None else transfer.delta.summary(moved),
             packed_bytes=moved.packed_bytes,
             staging_bytes=buffers.staging_bytes,
-            plan_s=plan_s,
-            wire_s=moved.seconds,
-            path=_path_of(moved),
-            sources={link.member: link.nbytes for link in moved.links},
-            nbytes_by_path={f"{link.path} <- {link.member[:8]}": link.nbytes for link in moved.links if link.nbytes},
-            why=(*dict.fromkeys(link.why for link in moved.links if link.why), *moved.packing(), *buffers.wanted.why()),
+            wall_s=time.perf_counter() - staged.begun,
+            phases={"plan": plan_s, "wire": moved.seconds},
+            path=shares_text(nbytes_by_path),
+            sources={read.member: read.nbytes for read in moved.reads},
+            nbytes_by_path=nbytes_by_path,
+            why=(*dict.fromkeys(read.why for read in moved.reads if read.why), *moved.packing(), *buffers.wanted.why()),
+            lost={member: error.summary for member, error in lost.items()},
+        )
+        return msgspec.structs.replace(
+            staged,
+            part=part,
+            report=report,
             decide_by=None if granted.decide_s is None else requested + granted.decide_s,
             check=granted.check,
             metadata=metadata,
@@ -604,9 +625,3 @@ def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
             message = f"{first[:8]} and {member[:8]} published the version with different metadata: {', '.join(names)}"
             raise PlanError(message, hint="publish a version with the same metadata on all ranks")
     return metadata[0][1] if metadata else {}
-
-
-def _path_of(report: TransferReport) -> str:
-    total = max(1, sum(link.nbytes for link in report.links))
-    links = sorted((link for link in report.links if link.nbytes), key=lambda link: -link.nbytes)
-    return ", ".join(f"{link.nbytes / total:.0%} {link.path} <- {link.member[:8]}" for link in links)
