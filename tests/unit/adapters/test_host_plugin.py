@@ -294,6 +294,8 @@ def test_requesting_unavailable_feature_raises_config_error(caplog: pytest.LogCa
         plugin.register({"sleep": fail, "loads": lambda: done.append("loads")})
     assert done == ["loads"] and len(caplog.records) == 1
     plugin.require("loads", feature="--load-format")
+    # Another entry point of the same package registers its parts later.
+    plugin.register({"conversions": lambda: done.append("conversions")})
     with pytest.raises(ConfigError) as caught:
         plugin.require("sleep", feature="--enable-sleep-mode")
     assert "libcudart.so.99" in str(caught.value) and "no-such-engine 2" in str(caught.value.hint)

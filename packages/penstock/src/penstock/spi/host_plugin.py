@@ -68,21 +68,19 @@ class HostPlugin:
 
         Args:
             parts: the name of each part for users, and the function that registers it. A function that raises must
-                change nothing, and is called again by the next call of this method.
+                change nothing for users without this part, and is called again by the next call of this method.
         """
         is_first = not (self._registered or self.missing)
-        missing: dict[str, str] = {}
-        for part, register in parts.items():
-            if part in self._registered:
-                continue
+        before = dict(self.missing)
+        for part in [part for part in parts if part not in self._registered]:
+            self.missing.pop(part, None)
             try:
-                register()
+                parts[part]()
             except Exception as error:  # noqa: BLE001 - any exception would end the engine
-                missing[part] = f"{type(error).__name__}: {error}"
+                self.missing[part] = f"{type(error).__name__}: {error}"
             else:
                 self._registered.add(part)
-        new = [f"{part} ({why})" for part, why in missing.items() if self.missing.get(part) != why]
-        self.missing = missing
+        new = [f"{part} ({why})" for part, why in self.missing.items() if before.get(part) != why]
         oldest, version, newest = map(_numbers, (self.tested[0], self._version(), self.tested[1]))
         what = [f"these parts are off, because {self._host()} does not support them: {'; '.join(new)}"] if new else []
         if is_first and not oldest <= version[: len(newest)] <= newest:
@@ -93,8 +91,9 @@ class HostPlugin:
     def require(self, part: str, *, feature: str) -> None:
         """Raise ConfigError, for a feature that a user requested, if the feature's part could not be registered."""
         if part in self.missing:
+            needs = "" if feature == part else f"{feature} needs {part}. "
             raise ConfigError(
-                f"{feature} needs {part}, which Penstock cannot add to {self._host()}: {self.missing[part]}",
+                f"{needs}Penstock cannot add {part} to {self._host()}: {self.missing[part]}",
                 hint=f"use {self._package} {self.tested[1]}, or do not use {feature}",
             )
 
