@@ -19,11 +19,18 @@ VLLM = {
     "vllm/__init__.py": "__version__ = '0.33.1'\n",
     "vllm/compilation/__init__.py": "",
     "vllm/compilation/decorators.py": "def _try_load_aot_compiled_fn(model, path): return path\n",
-    "vllm/config.py": "class VllmConfig:\n    def try_verify_and_update_config(self): return 'own'\n",
+    "vllm/config.py": (
+        "get_current_vllm_config = set_current_vllm_config = None\n"
+        "class VllmConfig:\n    compute_hash = None\n"
+        "    def try_verify_and_update_config(self): return 'own'\n"
+    ),
+    "vllm/envs.py": "",
+    "vllm/platforms.py": "current_platform = None\n",
     "vllm/transformers_utils/__init__.py": "",
     "vllm/transformers_utils/runai_utils.py": "runai_pull_files = runai_list_safetensors = None\n",
-    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/__init__.py": "get_pp_group = get_tp_group = get_world_group = None\n",
     "vllm/distributed/weight_transfer/base.py": (
+        "WeightTransferInitInfo = WeightTransferUpdateInfo = None\n"
         "class WeightTransferEngine:\n    def start_weight_update(self): pass\n"
     ),
     "vllm/distributed/weight_transfer/__init__.py": (
@@ -36,9 +43,12 @@ VLLM = {
         "def register_model_loader(name):\n"
         "    return lambda loader: _LOAD_FORMAT_TO_MODEL_LOADER.setdefault(name, loader)\n"
     ),
+    "vllm/model_executor/model_loader/ep_weight_filter.py": "should_skip_weight = None\n",
     "vllm/model_executor/model_loader/default_loader.py": (
         "class DefaultModelLoader:\n    def __init__(self, load_config): pass\n"
         "    def load_model(self, vllm_config, *rest): return 'a model'\n"
+        "    def _get_weights_iterator(self, source): pass\n"
+        "    Source = _prepare_weights = download_model = load_weights = None\n"
     ),
     "vllm/v1/__init__.py": "",
     "vllm/v1/engine/__init__.py": "",
@@ -73,6 +83,7 @@ VLLM = {
     "vllm/entrypoints/openai/models/__init__.py": "",
     "vllm/entrypoints/openai/models/serving.py": (
         "class OpenAIServingModels:\n"
+        "    def __init__(self): self.lora_requests = {}\n"
         "    async def load_lora_adapter(self, request): pass\n"
         "    async def unload_lora_adapter(self, request): pass\n"
     ),
@@ -80,7 +91,10 @@ VLLM = {
 SGLANG = {
     "sglang/__init__.py": "__version__ = '0.5.23'\n",
     "sglang/srt/__init__.py": "",
-    "sglang/srt/environ.py": "class envs:\n    class SGLANG_PLUGINS:\n        get = staticmethod(lambda: None)\n",
+    "sglang/srt/environ.py": (
+        "class envs:\n    SGLANG_CACHE_DIR = None\n"
+        "    class SGLANG_PLUGINS:\n        get = staticmethod(lambda: None)\n"
+    ),
     "sglang/srt/runtime_context.py": "get_exec = get_model = get_parallel = None\n",
     "sglang/srt/arg_groups/__init__.py": "",
     "sglang/srt/arg_groups/choices.py": (
@@ -183,7 +197,8 @@ def answer(module, owner, name):
         "lines": lines,
         "sleep": sleep and sleep(SimpleNamespace(vllm_config=own), 2),
         "call": call and call(SimpleNamespace(vllm_config=own), "name", (1,)),
-        "load": "penstock" in (loaders or look("sglang.srt.arg_groups.choices", "LOAD_FORMAT_CHOICES") or ()),
+        "load": "penstock" in (loaders or look("sglang.srt.arg_groups.choices", "LOAD_FORMAT_CHOICES") or ())
+        and "--load-format penstock" not in sys.modules[register.__module__].PLUGIN.missing,
     }
 
 results = []
@@ -235,6 +250,9 @@ def exists(case: Case, tree: dict[str, str]) -> bool:
     return not name or name in text
 
 
+LOADER_NEEDS = ("vllm.envs", "vllm.model_executor", "vllm.platforms", "get_tp_group", "get_world_group")
+"""Modules and functions of vLLM that the load format needs."""
+LOADER_PACKAGES = {("vllm", "", ""), ("vllm.distributed", "", "")}
 NOT_NEEDED = {
     # A version of vLLM without these functions needs no change.
     "_try_load_aot_compiled_fn",
@@ -258,7 +276,7 @@ def test_vllm_missing_one_patched_function_still_starts(tmp_path: Path) -> None:
             continue
         named = "was not tested" if case[2] == "__version__" else case[2] or "ModuleNotFoundError"
         assert named in answer["lines"][0], (case, answer)
-        is_loader = case[0].startswith("vllm.model_executor") or case == ("vllm", "", "")
+        is_loader = case[0].startswith(LOADER_NEEDS) or case[2] in LOADER_NEEDS or case in LOADER_PACKAGES
         assert answer["load"] == (not is_loader), (case, answer)
         # Engines that do not use Penstock get their own calls, whatever arguments their version has.
         assert answer["sleep"] in (2, None) and answer["call"] in (["name", [1]], None)

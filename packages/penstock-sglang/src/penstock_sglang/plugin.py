@@ -13,6 +13,7 @@ Tested with SGLang 0.5.15 to 0.5.23. In other versions of SGLang, unsupported pa
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -55,6 +56,9 @@ SYNC = "sync://"
 """Prefix of an update's path if a trainer publishes the weights."""
 SYNC_OPTIONS = {"sync_listen": "listen", "sync_data_port": "data_port"}
 """Options for the ports of a sync, mapped to their names in `ConnectionSettings`."""
+LOADS = "--load-format penstock"
+READS = "SGLang's loader"
+"""Part of the plugin that is registered for the first model, because it imports many of SGLang's modules."""
 URIS = "models at URIs"
 SLEEP = "verified weights after memory is released"
 _QUANTISED_WHILE_LOADED = ("auto-round-int8", "modelopt", "modelopt_fp8", "modelopt_mixed")
@@ -85,7 +89,7 @@ def register() -> None:
         {
             SLEEP: sleep.SchedulerSleep(LOAD_FORMAT).register,
             URIS: _add_uris,
-            "--load-format penstock": _add_load_format,
+            LOADS: _add_load_format,
         }
     )
 
@@ -102,7 +106,9 @@ def register_runai() -> None:
 def _add_uris() -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view  # noqa: F401 - the hook needs them
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.environ import envs
 
+    _ = envs.SGLANG_CACHE_DIR
     register_resolution_hook("handle_model_source_paths")(_give_directory)
 
 
@@ -110,17 +116,17 @@ def _add_load_format() -> None:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    runtime.require()
     try:
         from sglang.srt.arg_groups import choices
     except ImportError:
         # Before version 0.5.21, SGLang defines the load format choices in `server_args`.
         from sglang.srt import server_args as choices
-    if LOAD_FORMAT in choices.LOAD_FORMAT_CHOICES:
-        return
-    _ = LoadConfig._verify_load_format
-    HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
-    choices.add_load_format_choices([LOAD_FORMAT])
+    add_choices, _ = choices.add_load_format_choices, LoadConfig._verify_load_format
+    if LOAD_FORMAT not in choices.LOAD_FORMAT_CHOICES:
+        HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
+        add_choices([LOAD_FORMAT])
+    # If this check fails, the load format raises ConfigError with the reason.
+    runtime.require()
 
 
 def _replace_runai() -> None:
@@ -133,17 +139,43 @@ def _replace_runai() -> None:
         runai_streamer.install()
 
 
-def _verify(original: Any, load_config: Any) -> None:
+def _verify(original: Any, load_config: Any, *arguments: Any, **named: Any) -> None:
     """Check a load format as SGLang does, but replace `penstock` with the class of its loader."""
     # `get_model_loader` instantiates the load format if it is a class.
-    if load_config.load_format == LOAD_FORMAT:
+    if getattr(load_config, "load_format", None) == LOAD_FORMAT:
+        PLUGIN.register({READS: _check_loader})
+        for part in (LOADS, READS):
+            PLUGIN.require(part, feature=LOADS)
         load_config.load_format = _loader_class()
     else:
-        original(load_config)
+        original(load_config, *arguments, **named)
 
 
-def _give_directory(server_args: Any, previous: Any) -> None:
+def _check_loader() -> None:
+    """Raise ImportError or AttributeError if this version of SGLang lacks a name that the loader needs."""
+    from sglang.srt.environ import envs
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors  # noqa: F401
+
+    _ = envs.SGLANG_CACHE_DIR
+    # If SGLang called a method with a different name, it would read the weights itself.
+    for name in ("Source", "_filter_mtp_weights", "download_model", "load_model"):
+        getattr(DefaultModelLoader, name)
+    for method, known in (
+        (DefaultModelLoader._get_weights_iterator, ["self", "source"]),
+        (DefaultModelLoader._prepare_weights, ["self", "model_name_or_path", "revision", "fall_back_to_pt"]),
+    ):
+        parameters = list(inspect.signature(method).parameters)
+        if parameters[: len(known)] != known:
+            raise AttributeError(f"{method.__name__} has different parameters: {', '.join(parameters)}")
+
+
+def _give_directory(server_args: Any, previous: Any, *arguments: Any, **named: Any) -> None:
     """Replace the URI of each model, draft and tokenizer with a directory, if the load format is `penstock`."""
+    # A later release may keep its settings differently, so read no other setting of servers without Penstock.
+    if getattr(server_args, "load_format", None) != LOAD_FORMAT:
+        previous(server_args, *arguments, **named)
+        return
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     config = resolving_view(server_args)
@@ -160,7 +192,7 @@ def _give_directory(server_args: Any, previous: Any) -> None:
             replaced["served_model_name"] = model_name(config.model_path)
         if replaced:
             declare_resolution(server_args, "penstock", **replaced)
-    previous(server_args)
+    previous(server_args, *arguments, **named)
 
 
 def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = None) -> Path:

@@ -63,7 +63,7 @@ class SchedulerSleep:
         for name, hook in hooks.items():
             HookRegistry.register(f"{manager}.{name}", hook, HookType.AROUND)
 
-    def release(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    def release(self, original: Callable[..., Any], manager: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         """Digest the weights, then release their memory."""
         if self._applies() and _has_weights(request.tags) and _WEIGHTS not in manager.offload_tags:
             from penstock.spi import MemoryDigests
@@ -76,15 +76,15 @@ class SchedulerSleep:
                 for tensor in (*runner.model.parameters(), *runner.model.buffers())
             )
             self.is_whole = False
-        return original(manager, request)
+        return original(manager, request, *arguments, **named)
 
-    def resume(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    def resume(self, original: Callable[..., Any], manager: Any, *arguments: Any, **named: Any) -> Any:
         """Resume memory. After the last released tag has resumed, restore the weights if they were lost.
 
         Raises PenstockError if lost weights could not be read again. SGLang's reply has no field for a failure, so the
         scheduler exits.
         """
-        reply = original(manager, request)
+        reply = original(manager, *arguments, **named)
         # Wait for the last tag, because a trainer may send its weights between two tags.
         if not self.is_whole and not manager.offload_tags:
             if self._digests is None or not self._digests.is_same():
@@ -92,10 +92,10 @@ class SchedulerSleep:
             self._whole()
         return reply
 
-    def update(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    def update(self, original: Callable[..., Any], manager: Any, *arguments: Any, **named: Any) -> Any:
         """Update the weights. After a successful update, lost weights need not be restored."""
-        reply = original(manager, request)
-        if getattr(reply, "success", False) and _WEIGHTS not in manager.offload_tags:
+        reply = original(manager, *arguments, **named)
+        if not self.is_whole and getattr(reply, "success", False) and _WEIGHTS not in manager.offload_tags:
             self._whole()
         return reply
 

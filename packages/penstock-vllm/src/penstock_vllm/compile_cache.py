@@ -23,12 +23,13 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
     `executor` is vLLM's base class of executors. Engines with a different load format keep vLLM's behaviour.
     """
 
-    def construct(original: Any, self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+    def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        vllm_config: Any = arguments[0] if arguments else named.get("vllm_config")
         if loads_by(vllm_config, load_format):
             options = read_options(vllm_config.load_config.model_loader_extra_config or {})
             if options.get("compile_cache"):
                 self._penstock_compile_cache = _restore(vllm_config, options, log())
-        original(self, vllm_config, *arguments, **named)
+        original(self, *arguments, **named)
 
     def warm_up(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         result = original(self, *arguments, **named)

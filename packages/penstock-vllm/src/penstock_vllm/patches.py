@@ -28,6 +28,13 @@ def is_sent_by(config: Any, backend: str) -> bool:
     return getattr(getattr(config, "weight_transfer_config", None), "backend", None) == backend
 
 
+def check_stores(owner: type[Any], name: str) -> None:
+    """Raise AttributeError if no constructor of a class sets or reads an attribute with this name."""
+    constructors = [inspect.unwrap(vars(base)["__init__"]) for base in owner.__mro__[:-1] if "__init__" in vars(base)]
+    if not any(name in construct.__code__.co_names for construct in constructors):
+        raise AttributeError(f"objects of {owner.__name__!r} have no attribute {name!r}")
+
+
 def salt_of(own: str | None, version: str) -> str:
     """Return a request's salt: the client's salt, then the version of the weights.
 
@@ -116,6 +123,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
     # vLLM includes a request's salt in the hash of each block. If the salt had no version, requests that survive an
     # update, and blocks in an external connector, would match keys and values from a different version.
     _ = core.get_weight_version  # Fail now if vLLM lacks this method.
+    check_stores(core, "vllm_config")
 
     def applies(engine: Any) -> bool:
         return is_sent_by(engine.vllm_config, backend)
@@ -131,8 +139,8 @@ def salt_requests(core: type[Any], backend: str) -> None:
             _salt(request, self.get_weight_version())
         return original(self, request, *arguments, **named)
 
-    def set_version(original: Any, self: Any, weight_version: str) -> None:
-        original(self, weight_version)
+    def set_version(original: Any, self: Any, weight_version: str, *arguments: Any, **named: Any) -> None:
+        original(self, weight_version, *arguments, **named)
         if applies(self):
             for request in self.scheduler.requests.values():
                 # Requests with computed tokens already have blocks from the old version.
@@ -156,6 +164,7 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
     # vLLM 0.32 raises at the first failed worker and leaves the other workers' replies, which have no tag, in their
     # queues. The next call would read them as its own replies. Source: github.com/vllm-project/vllm/pull/57846.
     signature = inspect.signature(executor.collective_rpc)
+    check_stores(executor, "vllm_config")
 
     def call_all(call: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         if not is_sent_by(self.vllm_config, backend):
@@ -203,22 +212,26 @@ class _ReplyQueue:
 def name_newest_adapter(models: type[Any]) -> None:
     """Let requests name an adapter without its version. `policy` means the newest `policy@N` that Penstock loaded."""
 
+    check_stores(models, "lora_requests")
+
     # Clients of RL frameworks use one name for the model, and vLLM has no aliases for adapters. If every version had
     # the same name, running requests would continue with the weights of a different version.
     async def load(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         reply = await original(self, request, *arguments, **named)
-        short, mark, _ = request.lora_name.rpartition("@")
+        name = getattr(request, "lora_name", "")
+        short, mark, _ = name.rpartition("@")
         if isinstance(reply, str) and mark and ADAPTERS in request.lora_path:
-            loaded = self.lora_requests.get(request.lora_name)
+            loaded = self.lora_requests.get(name)
             if loaded is not None:
                 self.lora_requests[short] = loaded
         return reply
 
     async def unload(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        short = request.lora_name.rpartition("@")[0]
+        name = getattr(request, "lora_name", "")
+        short = name.rpartition("@")[0]
         newest = self.lora_requests.get(short) if short else None
         reply = await original(self, request, *arguments, **named)
-        if isinstance(reply, str) and newest is not None and newest.lora_name == request.lora_name:
+        if isinstance(reply, str) and newest is not None and newest.lora_name == name:
             self.lora_requests.pop(short, None)
         return reply
 
@@ -328,16 +341,16 @@ def accept_object_stores(load_format: str) -> None:
     if not hasattr(VllmConfig, "try_verify_and_update_config"):
         return
 
-    def verify(original: Any, self: Any) -> Any:
+    def verify(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         # vLLM allows object stores only for the load formats that it lists, so hide the URI from its check.
         model: Any = getattr(self, "model_config", None)
         load = getattr(self, "load_config", None)
         weights = getattr(model, "model_weights", "")
         if not weights or getattr(load, "load_format", "") != load_format:
-            return original(self)
+            return original(self, *arguments, **named)
         model.model_weights = ""
         try:
-            return original(self)
+            return original(self, *arguments, **named)
         finally:
             model.model_weights = weights
 

@@ -47,6 +47,19 @@ _IGNORED = ["original/**/*"]
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
 
+_REFUSED = "RefusedLoader"
+"""Name of the loader that is registered if this version of vLLM lacks a name that Penstock's loader needs."""
+
+_STEPS_OF_ENGINE = {
+    "init_transfer_engine",
+    "start_weight_update",
+    "receive_weights",
+    "finish_weight_update",
+    "shutdown",
+    "trainer_send_weights",
+}
+"""Abstract methods of vLLM's weight-transfer engines. Source: vLLM 0.24 to 0.33."""
+
 
 def vllm_logger() -> Log:
     """Return Penstock's logger, with vLLM's handlers and level unless the application configured the logger."""
@@ -61,7 +74,9 @@ def vllm_logger() -> Log:
     return log_named(LOGGER)
 
 
+LOADS = "--load-format penstock"
 OBJECT_STORES = "models in object stores"
+TRANSFER = "the weight-transfer backend"
 PREFIX_CACHES = "prefix caches by version"
 REPLIES = "replies of all workers"
 COMPILE_CACHE = "compiled code of engines"
@@ -80,9 +95,9 @@ def register() -> None:
     """
     PLUGIN.register(
         {
-            "--load-format penstock": _add_load_format,
+            LOADS: _add_load_format,
             OBJECT_STORES: lambda: patches.accept_object_stores(LOAD_FORMAT),
-            "the weight-transfer backend": _add_backend,
+            TRANSFER: _add_backend,
             PREFIX_CACHES: _salt_requests,
             REPLIES: _receive_all_replies,
             "phases of the start": _report_phases,
@@ -97,13 +112,44 @@ def register() -> None:
 def _add_load_format() -> None:
     from vllm.model_executor import model_loader
 
-    if LOAD_FORMAT not in getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {}):
-        model_loader.register_model_loader(LOAD_FORMAT)(_loader_class())
+    loaders = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
+    is_known = LOAD_FORMAT in loaders
+    if is_known and loaders[LOAD_FORMAT].__name__ != _REFUSED:
+        return
+    try:
+        loader = _loader_class()
+    except (ImportError, AttributeError):
+        base = getattr(model_loader, "BaseModelLoader", None)
+        if not is_known and base is not None:
+            model_loader.register_model_loader(LOAD_FORMAT)(_refused_loader_class(base))
+        raise
+    model_loader.register_model_loader(LOAD_FORMAT)(loader)
+
+
+def _refused_loader_class(base: type[Any]) -> type[Any]:
+    """Return a loader that raises ConfigError with the reason, because vLLM's error says that the name is unknown."""
+
+    def refuse(cls: type[Any], *_: Any, **__: Any) -> None:
+        PLUGIN.require(LOADS, feature=LOADS)
+
+    return type(_REFUSED, (base,), {"__new__": refuse})
 
 
 def _add_backend() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
+        # Register by name, so that only workers that use `weight_transfer` import it. The import raises ConfigError
+        # with the reason if a check below fails.
+        engine = "penstock_vllm.weight_transfer", "PenstockWeightTransferEngine"
+        WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
+    from vllm.config import get_current_vllm_config, set_current_vllm_config  # noqa: F401 - the engine needs them
+    from vllm.distributed import get_pp_group, get_tp_group, get_world_group  # noqa: F401
+    from vllm.distributed.weight_transfer.base import (  # noqa: F401
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
 
     if hasattr(WeightTransferEngine, "receive_sparse_weights"):
         # vLLM 0.24
@@ -111,11 +157,11 @@ def _add_backend() -> None:
 
         patches.run_updates_in_engine(WorkerBase, LOAD_FORMAT)
     else:
-        _ = WeightTransferEngine.start_weight_update  # Fail now if an update has other steps, as before vLLM 0.24.
-    if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
-        # Register by name, so that only workers that use `weight_transfer` import it.
-        engine = "penstock_vllm.weight_transfer", "PenstockWeightTransferEngine"
-        WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
+        # Fail now if an update has other steps, as before vLLM 0.24.
+        _ = WeightTransferEngine.start_weight_update
+    steps: frozenset[str] = getattr(WeightTransferEngine, "__abstractmethods__", frozenset())
+    if unknown := steps - _STEPS_OF_ENGINE:
+        raise AttributeError(f"Penstock's engine has no {', '.join(sorted(unknown))}")
 
 
 def _salt_requests() -> None:
@@ -144,8 +190,11 @@ def _load_functions_of_torch() -> None:
 
 
 def _carry_compile_cache() -> None:
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform  # noqa: F401 - code is restored with these names
     from vllm.v1.executor.abstract import Executor
 
+    _ = VllmConfig.compute_hash
     compile_cache.carry(Executor, LOAD_FORMAT, vllm_logger)
 
 
@@ -171,7 +220,18 @@ def refuse_unprotected_sleep(vllm_config: Any) -> None:
 
 def _loader_class() -> type[Any]:
     # This module must be importable without vLLM, so define the class in a function.
+    from vllm import envs  # noqa: F401 - a load needs these names
+    from vllm.distributed import get_tp_group, get_world_group  # noqa: F401
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight  # noqa: F401
+    from vllm.platforms import current_platform  # noqa: F401
+
+    # If vLLM called a method with a different name, it would read the weights itself.
+    for name in ("Source", "_prepare_weights", "download_model", "load_model", "load_weights"):
+        getattr(DefaultModelLoader, name)
+    parameters = list(inspect.signature(DefaultModelLoader._get_weights_iterator).parameters)
+    if parameters != ["self", "source"]:
+        raise AttributeError(f"_get_weights_iterator has different parameters: {', '.join(parameters)}")
 
     class PenstockVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         """vLLM's default loader, but with reads through Penstock. The base class is configured for `safetensors`."""
@@ -196,24 +256,24 @@ def _loader_class() -> type[Any]:
             self._after_weights = None
             return model
 
-        def load_weights(self, model: Any, model_config: Any) -> None:
+        def load_weights(self, model: Any, model_config: Any, *arguments: Any, **named: Any) -> None:
             """Fill `model`."""
             # For an object-store model, `model_weights` is the URI and `model` the config's local copy.
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
             with Phases("load weights", journey="engine"):
-                super().load_weights(model, model_config)
+                super().load_weights(model, model_config, *arguments, **named)
             # `_after_weights` is None in a reload, in which vLLM does not call `load_model`.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))
 
-        def download_model(self, model_config: Any) -> None:
+        def download_model(self, model_config: Any, *arguments: Any, **named: Any) -> None:
             """Download the model unless it can be streamed."""
             weights = getattr(model_config, "model_weights", "") or model_config.model
             source = self.Source(weights, model_config.revision)
             if not _is_object(weights) and _hub_uri(self, source, self._options) is None:
-                super().download_model(model_config)
+                super().download_model(model_config, *arguments, **named)
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
             if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.spi import Log, kernels_ready, log_named, patch_once
-from penstock_vllm.patches import is_sent_by, loads_by
+from penstock_vllm.patches import check_stores, is_sent_by, loads_by
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,12 @@ def protect_engine(core: type[Any], backend: str) -> None:
     # Before vLLM 0.32 an engine reports no version of its weights, but its workers refuse to compute without weights.
     has_version = hasattr(core, "set_weight_version")
 
-    def sleep(original: Any, self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
-        done = original(self, level, *arguments, **named)
-        if level < 1 or not has_version or not _applies(self.vllm_config, backend):
+    check_stores(core, "vllm_config")
+
+    def sleep(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
+        done = original(self, *arguments, **named)
+        level = arguments[0] if arguments else named.get("level", 1)
+        if not has_version or not _applies(self.vllm_config, backend) or level < 1:
             return done
 
         def forget(_: object = None) -> None:
@@ -132,7 +135,7 @@ class WorkerSleep:
         with kernels_ready(self._worker.device, _logger()):
             original(*arguments, **named)
 
-    def sleep(self, original: Callable[[int], None], level: int = 1) -> None:
+    def sleep(self, original: Callable[..., None], level: int = 1, *arguments: Any, **named: Any) -> None:
         """Put the worker to sleep. No request may be running."""
         engine = self._engine()
         if self.is_whole:
@@ -148,14 +151,16 @@ class WorkerSleep:
         if engine is not None:
             # Do this before vLLM unmaps memory, because a registration cannot be released once its memory is unmapped.
             engine.fall_asleep()
-        original(level)
+        original(level, *arguments, **named)
 
-    def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
+    def wake_up(
+        self, original: Callable[..., None], tags: list[str] | None = None, *arguments: Any, **named: Any
+    ) -> None:
         """Wake memory. Once all memory is awake, restore the weights.
 
         If `wake_up` raises a PenstockError, the engine is still asleep. Call `wake_up` again.
         """
-        original(tags)
+        original(tags, *arguments, **named)
         woken = set(_TAGS) if tags is None else set(tags)
         is_at_once = woken >= self._asleep
         self._asleep -= woken

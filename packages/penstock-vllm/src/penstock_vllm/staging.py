@@ -22,6 +22,22 @@ _LISTED = 10
 """Maximum number of parameters that an error lists. The error states only the number of further parameters."""
 
 
+def check_reload() -> None:
+    """Check that this version of vLLM has the names of the reload. Raise ImportError or AttributeError otherwise."""
+    from vllm.model_executor.layers import attention
+    from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
+    from vllm.model_executor.model_loader import reload
+    from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: F401
+
+    _ = reload.initialize_layerwise_reload, reload.finalize_layerwise_reload
+    _ = layerwise.get_layerwise_info, layerwise.make_online_process_loader
+    _ = meta.SKIP_TENSORS, sanitize.restore_layer_refs
+    _ = unquantized_fused_moe_method.UnquantizedFusedMoEMethod, modular_kernel.FusedMoEExperts
+    if not hasattr(attention, "is_deferred_attention_layer"):
+        _ = attention.Attention, attention.MLAAttention
+
+
 class StagingModel(torch.nn.Module):
     """A vLLM model's weights before post-processing, under the model's names, in a separate arena on `device`."""
 

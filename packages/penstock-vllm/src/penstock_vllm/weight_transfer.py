@@ -16,18 +16,34 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from vllm.config import get_current_vllm_config, set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
 import penstock
 from penstock.errors import ConfigError, NotFound, PeerLost
 from penstock.spi import connection_of, reason_of, reasons_of
-from penstock_vllm.plugin import PLUGIN, PREFIX_CACHES, REPLIES, rank_of_engine, refuse_unprotected_sleep, vllm_logger
-from penstock_vllm.staging import StagingModel
+from penstock_vllm.plugin import (
+    PLUGIN,
+    PREFIX_CACHES,
+    REPLIES,
+    TRANSFER,
+    rank_of_engine,
+    refuse_unprotected_sleep,
+    vllm_logger,
+)
+from penstock_vllm.staging import StagingModel, check_reload
+
+try:
+    from vllm.config import get_current_vllm_config, set_current_vllm_config
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+finally:
+    # Raise ConfigError with the reason, also instead of an ImportError.
+    PLUGIN.require(TRANSFER, feature=TRANSFER)
+
+_RELOAD = "vLLM's reload of layers"
+"""Part of the plugin that only engines with this backend register, because it imports many of vLLM's modules."""
 
 
 @dataclass(kw_only=True)
@@ -104,10 +120,11 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
         Raises:
             ConfigError: vLLM moves experts between ranks while the model serves, or Penstock cannot separate the
-                requests and replies of different versions in this release of vLLM.
+                requests and replies of different versions in this release of vLLM, or cannot reload its layers.
         """
-        PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
-        PLUGIN.require(REPLIES, feature="the weight-transfer backend")
+        PLUGIN.register({_RELOAD: check_reload})
+        for part in (PREFIX_CACHES, REPLIES, _RELOAD):
+            PLUGIN.require(part, feature=TRANSFER)
         super().__init__(config, *place)
         if not hasattr(self, "vllm_config"):
             # `patches.run_updates_in_engine` sets the current configuration.
