@@ -28,4 +28,5 @@ build_once "$sglang $torch 2" build
 # Nothing is compiled when it is installed: what one process compiles the next must find.
 unset PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 SGLANG_USE_CPU_ENGINE=1
-exec "$venv/bin/python" -m pytest -m engines tests/engines/test_sglang*.py "$@"
+exec "$venv/bin/python" -m pytest -m engines tests/engines/test_sglang*.py \
+    tests/engines/test_future_releases.py "$@"

@@ -107,10 +107,13 @@ def vllm(register: Any, checkpoint: Path) -> dict[str, Any]:
     from vllm.model_executor import model_loader
     from vllm.v1.engine.core import EngineCore
 
-    loads = "penstock" in model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    from penstock_vllm import plugin
+
+    loads = "penstock" in model_loader._LOAD_FORMAT_TO_MODEL_LOADER and plugin.LOADS not in plugin.PLUGIN.missing
     return {
         "loads": loads,
-        "transfers": "penstock" in weight_transfer.WeightTransferEngineFactory._registry,
+        "transfers": "penstock" in weight_transfer.WeightTransferEngineFactory._registry
+        and plugin.TRANSFER not in plugin.PLUGIN.missing,
         "sleeps": bool(getattr(getattr(EngineCore, "sleep", None), "_penstock_patches", ())),
         "tensors": read_by_vllm(checkpoint, "penstock") if loads else {},
     }

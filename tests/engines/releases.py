@@ -25,10 +25,19 @@ PAGES = {"vllm": ROOT / "docs" / "serve" / "vllm.md", "sglang": ROOT / "docs" / 
 
 def run_release(host: str, release: str, directory: Path, checkpoint: Path) -> Any:
     """Download a release, and return what `host_releases.py` prints for it."""
+    modules = directory / "modules"
+    unpack((VLLM if host == "vllm" else SGLANG)[release], release, modules)
+    try:
+        return run_program("host_releases.py", host, str(modules), str(checkpoint), directory=directory, plugins="")
+    finally:
+        shutil.rmtree(modules)
+
+
+def run_program(name: str, *arguments: str, directory: Path, plugins: str) -> Any:
+    """Run a program of this directory, and return the JSON of its last line. vLLM loads only these plug-ins itself."""
     from scripts.entry_points import write_metadata
 
-    modules, own = directory / "modules", directory / "own"
-    unpack((VLLM if host == "vllm" else SGLANG)[release], release, modules)
+    own = directory / "own"
     # This tree's packages may not be installed.
     write_metadata(own)
     environment = {
@@ -36,14 +45,12 @@ def run_release(host: str, release: str, directory: Path, checkpoint: Path) -> A
         "PYTHONPATH": os.pathsep.join([source_path(), str(ROOT), str(own)]),
         "PENSTOCK_RUNTIME_DIR": str(directory / "run"),
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "",
+        "VLLM_PLUGINS": plugins,
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CACHE_DIR": str(directory / "cache"),
     }
-    script = str(Path(__file__).with_name("host_releases.py"))
-    command = [sys.executable, script, host, str(modules), str(checkpoint)]
+    command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, env=environment, cwd=own)
-    shutil.rmtree(modules)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
