@@ -22,8 +22,10 @@ from penstock.types import GIB, MIB
 
 STAGING_BYTES = 32 * MIB
 """PENSTOCK_MEMORY_BYTES of every process."""
-SLACK_BYTES = 96 * MIB
-"""Threads, allocators and the interpreter's own objects, which do not depend on the size of the checkpoint."""
+SLACK_BYTES = 144 * MIB
+"""Threads, allocators and the interpreter's own objects, which do not depend on the size of the checkpoint.
+
+The arenas of 32 reading threads differ by 56 MB between equal runs (n = 20)."""
 TOTAL_BYTES = GIB // 2
 NAME = "model.safetensors"
 

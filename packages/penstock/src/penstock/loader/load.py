@@ -339,8 +339,10 @@ def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tup
     if regions := _regions_of(session, wanted):
         yield from _yielding_regions(session, wanted, regions)
         return
-    plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=False)
-    run = begin(session.settings.memory_bytes)
+    # The lists of a plan would start several collections. In a process with an engine, a full one takes half a second.
+    with paused_gc():
+        plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=False)
+        run = begin(session.settings.memory_bytes)
     session.enter_move()
     with session.progress() as progress:
         for names, batch in session.batches(plan, run.slabs(), place.take):
