@@ -11,6 +11,8 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from penstock.units import GB
+
 
 class _HasSummary(Protocol):
     def summary(self) -> str: ...
@@ -59,8 +61,7 @@ class TransferStats(Summarised):
     @property
     def gb_per_s(self) -> float:
         """Return the decimal GB that arrived at the destination per second of wall time."""
-        # `types` has the constant, but it imports numpy, and some commands start without numpy.
-        return self.nbytes / 1e9 / self.wall_s if self.wall_s else 0.0
+        return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
 
 def plain(value: Any) -> Any:
