@@ -38,16 +38,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the CPU be the GPU, and return the names of the tensors that Penstock has moved."""
     names: list[str] = []
-    tensor_on = reading.LocalFile.tensor_on
+    tensor_on = reading.DiskFile.tensor_on
 
-    def noted(self: reading.LocalFile, device: torch.device, name: str) -> torch.Tensor:
+    def noted(self: reading.DiskFile, device: torch.device, name: str) -> torch.Tensor:
         names.append(name)
         return tensor_on(self, device, name)
 
     monkeypatch.setattr(compat, "is_gpu", lambda device: True)
     monkeypatch.setattr(compat, "is_large", lambda path: True)
     monkeypatch.setattr(reading, "gpu_of", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(reading.LocalFile, "tensor_on", noted)
+    monkeypatch.setattr(reading.DiskFile, "tensor_on", noted)
     return names
 
 

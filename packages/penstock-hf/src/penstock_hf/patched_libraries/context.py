@@ -240,10 +240,10 @@ class _PatchedBlock:
         return file
 
     def open_local(self, path: str, *arguments: Any, **options: Any) -> Any:
-        """Open a file on disk, with the arguments of `safe_open` after the file name. See `LocalFile`."""
-        from penstock_hf.patched_libraries.reading import LocalFile
+        """Open a file on disk, with the arguments of `safe_open` after the file name. See `DiskFile`."""
+        from penstock_hf.patched_libraries.reading import DiskFile
 
-        file = LocalFile(path, *arguments, memory_bytes=self._memory_bytes, **options)
+        file = DiskFile(path, *arguments, memory_bytes=self._memory_bytes, **options)
         with self._changing:
             self._opened.add(file)
         return file
@@ -335,7 +335,7 @@ def _opens_for_transformers(framework: Any = "pt", device: Any = "cpu", *_: Any,
 
 
 def _patch_transformers() -> bool:
-    """Let transformers move tensors of a `LocalFile` through Penstock. Return False if this release cannot.
+    """Let transformers move tensors of a `DiskFile` through Penstock. Return False if this release cannot.
 
     transformers reads a slice on the CPU and then copies it to the device, from pages that no device can read directly.
     The last context restores the function.

@@ -67,7 +67,7 @@ class _AnnouncingSlice(SafeSlice):
         return super().__getitem__(index)
 
 
-class LocalFile(StreamedFile):
+class DiskFile(StreamedFile):
     """A file on disk, whose tensors a library requests on the CPU and then moves to a GPU.
 
     `tensor_on` reads a tensor straight to the GPU, and reads the following tensors ahead. Other requests return views
@@ -121,20 +121,20 @@ class LocalFile(StreamedFile):
 
 
 class LocalSlice(SafeSlice):
-    """A slice object of a `LocalFile`."""
+    """A slice object of a `DiskFile`."""
 
-    def __init__(self, inner: SafeSlice, owner: LocalFile, name: str) -> None:
+    def __init__(self, inner: SafeSlice, owner: DiskFile, name: str) -> None:
         self.__dict__.update(inner.__dict__)
         self._owner = owner
         self._name = name
 
     def on(self, device: torch.device) -> torch.Tensor | None:
-        """Return the whole tensor on a CUDA device, or None. See `LocalFile.tensor_on`."""
+        """Return the whole tensor on a CUDA device, or None. See `DiskFile.tensor_on`."""
         return self._owner.tensor_on(device, self._name)
 
 
 def materialize(original: Callable[..., Any], tensor: Any, device: Any = None, dtype: Any = None) -> Any:
-    """Return a tensor of transformers on its device. Read a slice of a `LocalFile` straight to the GPU."""
+    """Return a tensor of transformers on its device. Read a slice of a `DiskFile` straight to the GPU."""
     place = gpu_of(device) if isinstance(tensor, LocalSlice) else None
     whole = None if place is None else tensor.on(place)
     if whole is None:
