@@ -116,9 +116,13 @@ def test_error_names_rank_lost_before_update(host: Host) -> None:
     subscriber = host.start_ranks("subscriber", 1, **short_stall(8.0))[0]
     publishers[1].kill(signal.SIGKILL)
     result = subscriber.call("update 1")
-    assert result["error"] == "PeerLost", result
-    assert publishers[1].events["joined"]["member"] in result["message"]
-    assert publishers[0].events["joined"]["member"] not in result["message"]
+    if result["error"] == "NotFound":
+        # On a loaded machine the hub has already dropped the rank that is silent.
+        assert "publisher ranks 1 of 2 are missing" in result["message"]
+    else:
+        assert result["error"] == "PeerLost", result
+        assert publishers[1].events["joined"]["member"] in result["message"]
+        assert publishers[0].events["joined"]["member"] not in result["message"]
     assert publishers[0].process.poll() is None
 
 
