@@ -35,9 +35,10 @@ def test_other_readers_prepare_nothing(options: dict[str, Any]) -> None:
     prepare_checkpoint(options, device)
 
 
-def test_engine_on_cpu_prepares_nothing() -> None:
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": 1}])
+def test_other_device_prepares_nothing(options: dict[str, Any]) -> None:
     before = threading.active_count()
-    prepare_checkpoint({}, lambda: "cpu")
+    prepare_checkpoint(options, lambda: "cpu")
     assert threading.active_count() == before
 
 

@@ -44,12 +44,14 @@ class Device:
         queued: sizes of the queued copies.
         refuses: returns whether an allocation of this size fails.
         threads: the threads that allocated.
+        allocated: sizes of the allocations.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: list[int] = []
         self.refuses: Callable[[int], bool] = lambda nbytes: False
         self.threads: set[int] = set()
+        self.allocated: list[int] = []
         self._empty = torch.empty
         stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -70,6 +72,7 @@ class Device:
         if self.refuses(nbytes):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         self.threads.add(threading.get_ident())
+        self.allocated.append(nbytes)
         return self._empty(nbytes, **options)
 
 
@@ -189,3 +192,19 @@ def test_block_has_exactly_the_bytes_of_its_slabs() -> None:
 def test_no_slabs_need_no_block() -> None:
     assert blocks_of([], 128 * MIB) == ([], {0: 0})
     assert blocks_of([3], 128 * MIB)[0] == [-1]
+
+
+def test_block_omits_slabs_of_the_caller(device: Device) -> None:
+    given = torch.zeros(3 * MIB, dtype=torch.uint8)
+    place = CudaPlace(torch.device("cpu"), [3 * MIB, 2 * MIB, 4 * MIB], [given, None, None])
+    device.allocated.clear()
+    assert place.slab(0) is given and not device.allocated
+    assert [place.slab(index).numel() for index in (2, 1)] == [4 * MIB, 2 * MIB]
+    assert [nbytes for nbytes in device.allocated if nbytes] == [6 * MIB, 4 * MIB, 2 * MIB]
+
+
+def test_block_of_read_ahead_has_half_of_the_window(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [2 * MIB] * 4, window_bytes=8 * MIB)
+    for index in range(4):
+        place.slab(index)
+    assert [nbytes for nbytes in device.allocated if nbytes > 2 * MIB] == [4 * MIB, 4 * MIB]

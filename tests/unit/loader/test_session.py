@@ -7,28 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.pins import Pins
 
 from penstock.config import Settings
 from penstock.errors import ConfigError
 from penstock.loader.session import Intake, _local_nbytes, resolve_device
 
 
-class Registrar:
-    """A registrar that records pinned memory."""
-
-    def __init__(self) -> None:
-        self.pinned: set[int] = set()
-
-    def register(self, address: int, nbytes: int) -> None:
-        self.pinned.add(address)
-
-    def unregister(self, address: int) -> None:
-        self.pinned.remove(address)
-
-
 @pytest.mark.parametrize("has_threads", [True, False])
 def test_closing_session_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool) -> None:
-    registrar = Registrar()
+    registrar = Pins()
     intake = Intake(Settings.read(), torch.device("cpu"))
     pool = intake.open_pool(registrar)
     pool.release(pool.acquire(stall_s=1))

@@ -8,23 +8,12 @@ import sys
 import threading
 import time
 
+from tests.support.pins import Pins
+
 from penstock.memory import idle_pools
 from penstock.memory.staging import StagingPool
 
 PAGE = 4096
-
-
-class Pins:
-    """A registrar that records which addresses are pinned."""
-
-    def __init__(self) -> None:
-        self.pinned: set[int] = set()
-
-    def register(self, address: int, nbytes: int) -> None:
-        self.pinned.add(address)
-
-    def unregister(self, address: int) -> None:
-        self.pinned.remove(address)
 
 
 def pool_of(pins: Pins, num_buffers: int = 4) -> StagingPool:

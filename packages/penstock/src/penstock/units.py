@@ -1,4 +1,4 @@
-"""Numbers of bytes. A module of its own, because most of the command line needs these numbers and no numpy."""
+"""Numbers of bytes. They are not in `types`, because the command line needs these numbers without numpy."""
 
 GB = 10**9
 MIB = 1 << 20

@@ -109,14 +109,23 @@ def plan_runs(dst: I64, src: I64, nbytes: I64, device: torch.device) -> PackTabl
 
 
 def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-    """Queue many short copies on a stream of a device, because copy engines would spend their time starting copies."""
+    """Queue many short copies on a stream of a device, because copy engines would spend their time starting copies.
+
+    The caller keeps the memory until the stream has finished. Raise MissingExtra if there is no kernel for the device.
+
+    Args:
+        dst, src: [n] addresses that the device can reach.
+        nbytes: [n] sizes of the copies in bytes. A size may be 0.
+        device: index of the device.
+        stream: CUDA's handle of the stream.
+    """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
         to, source, length = (column.astype(np.int64) for column in (dst, src, nbytes))
         plan_runs(to, source, length, torch.device("cuda", device)).run()
 
 
 def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-    """Return a function that queues copies between addresses on this stream, any number of times."""
+    """Return a function that queues copies between addresses on this stream, any number of times. See `gather`."""
     queue_stream = torch.cuda.ExternalStream(stream, device)
     columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
     with torch.cuda.device(device), torch.cuda.stream(queue_stream):

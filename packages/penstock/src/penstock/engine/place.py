@@ -170,7 +170,7 @@ def blocks_of(slab_nbytes: Sequence[int], limit: int) -> tuple[list[int], dict[i
     blocks: list[int] = []
     nbytes = {0: 0}
     for size in slab_nbytes:
-        number, rounded = len(nbytes) - 1, -(-size // 512) * 512
+        number, rounded = len(nbytes) - 1, _rounded(size)
         if size <= MIB:
             blocks.append(-1)
             continue
@@ -179,6 +179,11 @@ def blocks_of(slab_nbytes: Sequence[int], limit: int) -> tuple[list[int], dict[i
         nbytes[number] = nbytes.get(number, 0) + rounded
         blocks.append(number)
     return blocks, nbytes
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the size of a tensor in torch's cache, which rounds sizes up to 512 bytes."""
+    return -(-nbytes // 512) * 512
 
 
 class CudaPlace:
@@ -208,7 +213,9 @@ class CudaPlace:
         self._is_allocating = False
         self.is_out_of_memory = False
         limit = min(BLOCK_BYTES, window_bytes // 2) if window_bytes else BLOCK_BYTES
-        self._blocks, self._block_nbytes = blocks_of(slab_nbytes, limit)
+        # The caller's slabs have memory already.
+        missing = [n if slab is None else 0 for n, slab in zip(slab_nbytes, self._slabs, strict=True)]
+        self._blocks, self._block_nbytes = blocks_of(missing, limit)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -244,10 +251,7 @@ class CudaPlace:
             # Copies into slabs that `slab` allocated may be running.
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
-            # Torch caches and splits this block, so that one cudaMalloc serves all slabs. Torch rounds blocks up to 512
-            # bytes. If the block does not fit, the individual slabs may still fit.
-            with suppress(torch.cuda.OutOfMemoryError):
-                torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
+            self._cache(sum(map(_rounded, nbytes)))
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
             self._stream.wait_stream(self._caller)
         with self._state:
@@ -277,17 +281,16 @@ class CudaPlace:
         nbytes = self._nbytes[index]
         try:
             with torch.cuda.stream(self._caller):
-                self._reserve(index)
+                self._cache(self._block_nbytes.pop(self._blocks[index], 0))
                 buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
             raise self.memory_error(nbytes) from error
         self._stream.wait_stream(self._caller)
         return buffer
 
-    def _reserve(self, index: int) -> None:
-        """Let torch cache memory for all slabs of a block, because cudaMalloc takes 0.06 ms for each slab."""
-        nbytes = self._block_nbytes.pop(self._blocks[index], 0)
-        # The slab itself may still fit.
+    def _cache(self, nbytes: int) -> None:
+        """Let torch cache one block, which it splits, because cudaMalloc takes 0.06 ms for each slab."""
+        # If the block does not fit, the individual slabs may still fit.
         with suppress(torch.cuda.OutOfMemoryError):
             torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 

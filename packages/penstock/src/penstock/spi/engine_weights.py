@@ -222,7 +222,8 @@ def prepare_checkpoint(options: Mapping[str, Any], device: Callable[[], str]) ->
     """
     if options.get("distributed") or options.get("weight_cache") or options.get("fleet") or _hub_is_known(options):
         return
-    place = options.get("device") or device()
+    # As for a load, the device may be a number, which is not prepared.
+    place = str(options.get("device") or device())
     if place.startswith("cuda"):
         thread = threading.Thread(target=_prepare, args=(place, options.get("memory_bytes")), name="penstock-prepare")
         start_thread(thread, is_needed=False)
