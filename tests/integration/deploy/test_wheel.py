@@ -184,6 +184,8 @@ def install(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         done = run(python, "-m", "venv", "--without-pip", path)
         assert done.returncode == 0, done.stderr
         options = ["--find-links", wheels["penstock"].parent, "--overrides", overrides]
+        # uv's cache knows a local wheel by its path and version. Another run may have had the same path.
+        options += [f"--refresh-package={name}" for name in wheels]
         done = run(sys.executable, ROOT / "scripts" / "install.py", path, *options, *requirements)
         if done.returncode and ("No solution found" in done.stderr or "connect" in done.stderr.lower()):
             # Our own wheels are in the directory, so anything missing is a dependency.
