@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from penstock.sync.digester import Digester
+from penstock.holding.digester import Digester
 from penstock.sync.memory_digests import MemoryDigests
 
 SHARES = {"qkv": 6 / 26, "o": 4 / 26, "gate_up": 10.5 / 26, "down": 5.5 / 26}

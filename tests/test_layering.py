@@ -64,6 +64,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "hub"}),
     frozenset({"telemetry"}),
     frozenset({"loader"}),
+    frozenset({"holding"}),
     frozenset({"peer"}),
     frozenset({"fetcher"}),
     frozenset({"cache", "sync"}),

@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 
 from penstock.errors import PlanError
-from penstock.peer.local_weights import tabulate
+from penstock.holding.weight_layout import tabulate
 from penstock_vllm.staging import StagingModel
 from penstock.loader.tensor import dtype_of
 from penstock.sync.recording.layout import fill

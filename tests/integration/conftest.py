@@ -30,7 +30,7 @@ from penstock.types import MIB
 from penstock_convert.workers import launch as launcher
 
 SMALL_CHUNKS = {
-    "penstock.peer.local_weights.CHUNK_BYTES": 256 << 10,
+    "penstock.holding.weight_layout.CHUNK_BYTES": 256 << 10,
     "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }

@@ -150,15 +150,15 @@ def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard
 
 def _slow_digests(pause_s: float) -> None:
     """Add a pause to every digest of strips in this process."""
-    from penstock.sync import local_version
+    from penstock.holding import regions
 
-    digest = local_version.VersionRegions.digests
+    digest = regions.VersionRegions.digests
 
-    def slow(self: local_version.VersionRegions, *args: Any, **kwargs: Any) -> Any:
+    def slow(self: regions.VersionRegions, *args: Any, **kwargs: Any) -> Any:
         time.sleep(pause_s)
         return digest(self, *args, **kwargs)
 
-    vars(local_version)["VersionRegions"].digests = slow
+    vars(regions)["VersionRegions"].digests = slow
 
 
 def _block_packed_reads() -> None:

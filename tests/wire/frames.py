@@ -22,6 +22,7 @@ import torch
 from penstock.config import Settings
 from penstock.digest import leaf
 from penstock.errors import GrantRefused
+from penstock.holding.weight_layout import tabulate
 from penstock.http.compression import Planes
 from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRAILER_WORD
 from penstock.hub import app
@@ -29,7 +30,6 @@ from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
 from penstock.loader import group
 from penstock.loader.group import LoadGroup
-from penstock.peer.local_weights import tabulate
 from penstock.plan.layout import Form, Layout
 from penstock.plan.schedule import plan_load
 from penstock.ranks import agreement

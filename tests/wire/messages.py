@@ -104,7 +104,7 @@ MESSAGES = {
     "peer.session/msgpack": "penstock.hub.messages:MemberSession",
     "peer.fault/msgpack": "penstock.hub.messages:Fault",
     "peer.member_fault/msgpack": "penstock.hub.messages:MemberFault",
-    "peer.table/msgpack": "penstock.peer.local_weights:TableMessage",
+    "peer.table/msgpack": "penstock.holding.weight_layout:TableMessage",
     "peer.grant/msgpack": "penstock.hub.grants:Grant",
     "sync.part_request/msgpack": "penstock.sync.messages:PartRequest",
     "sync.part_reply/msgpack": "penstock.sync.messages:PartReply",

@@ -149,7 +149,7 @@ def test_rate_limit_is_shared_by_all_readers(host: Host, small_checkpoint: Path,
 
 def test_rate_limit_applies_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_runtime: None) -> None:
     cap, chunk = 4 << 20, 256 << 10
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", chunk)
     limited, begun = list[float](), list[tuple[float, int]]()
     apply_limit, start = UpstreamReader._apply_limit, ReadFromUpstream.start
 

@@ -25,7 +25,7 @@ from penstock.hub.store import MemoryStore
 def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", 256 << 10)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="pt-"))
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", 256 << 10)
     yield directory
     shutil.rmtree(directory)
 

@@ -23,10 +23,11 @@ import penstock as ps
 from penstock.cli.checkpoints import manifest
 from penstock.errors import ConfigError, FormatError, IntegrityError, PenstockError, SourceUnavailable
 from penstock.fetcher import storage_reader
+from penstock.holding.weight_layout import layout_of_tensors
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello, HoldingMap, LogReply
 from penstock.memory.memfd import shared_at
-from penstock.peer.local_weights import LocalWeights, layout_of_tensors
+from penstock.peer.local_weights import LocalWeights
 from penstock.transport.shm import ShmTransport
 from penstock.types import I64, MIB, DType
 
@@ -35,7 +36,7 @@ from penstock.types import I64, MIB, DType
 def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", 256 << 10)
     monkeypatch.setattr("penstock.hub.claims.MIN_PIECE_BYTES", MIB)
 
 

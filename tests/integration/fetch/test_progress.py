@@ -19,7 +19,7 @@ from penstock.types import MIB
 STALL_S = 4.0
 SLACK_S = 8.0
 """Time for processes that share two cores with others, for joining and for checks of silent members."""
-ONE_CHUNK = {"penstock.peer.local_weights.CHUNK_BYTES": 4 * MIB}
+ONE_CHUNK = {"penstock.holding.weight_layout.CHUNK_BYTES": 4 * MIB}
 SLOW_BYTES_PER_S = 400e3
 """A chunk of 2 MiB takes five seconds, longer than a stall. A compressed block of 1 MiB, which counts when it is
 complete, takes less."""

@@ -27,7 +27,7 @@ def test_first_read_of_mapped_memory_exceeds_one_chunk(
     is_mapped: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr("penstock.fetcher.upstream.MAPPED_STEP_CHUNKS", 8)
     first, honest = list[int](), HttpTransport.post_read
 

@@ -49,7 +49,7 @@ class Hosts:
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host-{next(numbers)}")
         # Pretend that few hosts are many and that none is slow, because the test's machine may be.
         monkeypatch.setattr("penstock.plan.relay.MIN_HOPS", -100)
-        monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", CHUNK_BYTES)
         monkeypatch.setattr("penstock.fetcher.upstream.PROBE_S", 60.0)
         self._all_here = threading.Barrier(NUM_RECEIVERS)
         self.is_asked_once = False

@@ -32,7 +32,7 @@ def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="pc-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", 256 << 10)
     yield
     shutil.rmtree(directory)
 

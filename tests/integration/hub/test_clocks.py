@@ -36,7 +36,7 @@ run(sys.argv[1:])
 def isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
-    monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", 256 << 10)
+    monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", 256 << 10)
 
 
 class ShiftedHub:

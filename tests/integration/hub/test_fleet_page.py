@@ -44,7 +44,7 @@ from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.slow
 TOKEN, OPERATOR = "the-token-of-this-fleet", "the-operator-of-this-fleet"
-CHUNKS = {"penstock.peer.local_weights.CHUNK_BYTES": 1 << 20}
+CHUNKS = {"penstock.holding.weight_layout.CHUNK_BYTES": 1 << 20}
 Shot = Callable[..., None]
 
 

@@ -25,7 +25,7 @@ COUNTS = (6, 8, 12, 16, 32) if os.environ.get("DRILLS") == "all" else (6, 8)
 SLOW_BYTES_PER_S = 50_000_000
 """Bandwidth that all readers of a slow storage share."""
 DEFAULTS = {
-    "penstock.peer.local_weights.CHUNK_BYTES": 16 * MIB,
+    "penstock.holding.weight_layout.CHUNK_BYTES": 16 * MIB,
     "penstock.hub.claims.MIN_PIECE_BYTES": 64 * MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 30.0,
 }

@@ -154,7 +154,9 @@ def test_attach_detects_flipped_byte_by_default(runtime, large, monkeypatch) -> 
 
 
 def test_member_with_changed_memory_stops_serving(host, large) -> None:
-    worker = host.start(model="m", fallback=str(large), constants={"penstock.peer.local_weights.CHUNK_BYTES": 16 << 20})
+    worker = host.start(
+        model="m", fallback=str(large), constants={"penstock.holding.weight_layout.CHUNK_BYTES": 16 << 20}
+    )
     worker.wait_for("digests")
     worker.wait_for("serving")
     memory = arenas(worker.process.pid)[0]

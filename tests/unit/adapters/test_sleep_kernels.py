@@ -14,8 +14,8 @@ import torch
 
 from penstock.digest import cuda, xxh3_constants
 from penstock.errors import DeviceOutOfMemory
+from penstock.holding import digester
 from penstock.spi.sleep_kernels import kernels_ready
-from penstock.sync import digester
 from penstock_sglang import sleep as sglang_sleep
 
 LOG = logging.getLogger("penstock.test")

@@ -25,10 +25,11 @@ from penstock.errors import (
     SourceBusy,
     SourceStalled,
 )
+from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import Identity
 from penstock.memory.tier_host import ArenaTier
 from penstock.memory.tiers import Level, Tiers
-from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.timing import Timing
 from penstock.types import DType
 

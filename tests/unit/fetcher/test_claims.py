@@ -14,8 +14,9 @@ import torch
 from penstock.engine.trace import Trace
 from penstock.errors import HubUnavailable, PermissionDenied
 from penstock.fetcher.run import FetchRun
+from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import ClaimReply, Identity, UpstreamsReply
-from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.types import I64, DType
 
 NUM_CHUNKS = 8

@@ -29,8 +29,9 @@ from penstock.errors import (
 from penstock.fetcher.hub_poller import HubState
 from penstock.fetcher.run import FetchRun, FetchState, ReadFromUpstream
 from penstock.fetcher.upstream import UNNAMED
+from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import ClaimReply, Identity, Upstream, UpstreamsReply
-from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.timing import Timing
 from penstock.types import I64, DType
 

@@ -18,8 +18,9 @@ from penstock.fetcher.assignment import Assignment
 from penstock.fetcher.hub_poller import HubPoller
 from penstock.fetcher.report import Provenance
 from penstock.fetcher.upstream import UNNAMED
+from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
-from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.timing import Timing
 from penstock.types import DType
 

@@ -8,9 +8,10 @@ import torch
 
 from penstock.errors import PlanError
 from penstock.fetcher.discover import FetchTarget
+from penstock.holding.weight_layout import WeightLayout, tabulate
 from penstock.hub.messages import Identity
 from penstock.memory.arena import Arena
-from penstock.peer.local_weights import LocalWeights, WeightLayout, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.types import DType
 
 TENSORS: dict[str, tuple[DType, tuple[int, ...], torch.dtype]] = {

@@ -11,8 +11,9 @@ import torch
 from penstock.errors import IntegrityError
 from penstock.fetcher import verify as arrival
 from penstock.fetcher.verify import ReceivedChunks, next_batch, verify
+from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import Identity
-from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.types import U64, DType
 
 

@@ -6,13 +6,13 @@ import sys
 CODE = """
 import inspect
 import msgspec, msgspec._utils
-from penstock.peer import local_weights
+from penstock.holding import weight_layout
 from penstock.hub import messages
 from penstock.sync import messages as sync_messages
 
 modules = messages, sync_messages
 kinds = [kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass)]
-kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)] + [local_weights.TableMessage]
+kinds = [kind for kind in kinds if issubclass(kind, msgspec.Struct)] + [weight_layout.TableMessage]
 
 
 def late(obj):

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, IntegrityError
+from penstock.holding.placement import place_rows
+from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import Identity
 from penstock.memory.arena import Arena
-from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, place_rows, tabulate
+from penstock.peer.local_weights import LocalWeights
 from penstock.types import DType
 
 

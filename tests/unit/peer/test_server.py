@@ -25,11 +25,12 @@ from penstock.errors import (
     SourceBusy,
     SourceStalled,
 )
+from penstock.holding.weight_layout import from_message
 from penstock.hub.messages import LeaseRequest, Upstream
 from penstock.net.admission import ConnectionLimits
 from penstock.peer import client
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights, from_message
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.server import PeerServer
 from penstock.transport.choose import PeerLinks
 from penstock.transport.loopback import LoopbackTransport

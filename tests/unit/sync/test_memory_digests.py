@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from penstock.digest.leaf import LEAF_BYTES
-from penstock.sync.digester import digests_of
+from penstock.holding.digester import digests_of
 from penstock.sync.memory_digests import MemoryDigests
 from penstock.transport.protocol import Memory
 

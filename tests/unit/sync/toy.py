@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from penstock.holding.weight_layout import tabulate
 from penstock.loader.tensor import dtype_of
-from penstock.peer.local_weights import tabulate
 from penstock.types import TensorTable
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS, VOCAB, RANK = 8, 4, 2, 4, 12, 4, 20, 6

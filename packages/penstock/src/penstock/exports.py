@@ -162,7 +162,7 @@ SPI = {
     "Header": "penstock.storage.safetensors",
     "read_header": "penstock.storage.safetensors",
     "TensorTable": "penstock.types",
-    "revision_of": "penstock.peer.local_weights",
+    "revision_of": "penstock.holding.weight_layout",
     "NetworkFile": "penstock.storage.network_files",
     "network_file_system": "penstock.storage.network_files",
     # Streams, slices, and reads shared by ranks.
@@ -181,13 +181,13 @@ SPI = {
     "dtype_of": "penstock.loader.tensor",
     "torch_dtype": "penstock.loader.tensor",
     "torch_shape": "penstock.loader.tensor",
-    "tabulate": "penstock.peer.local_weights",
+    "tabulate": "penstock.holding.weight_layout",
     # Memory and copies of a target.
     "Arena": "penstock.memory.arena",
     "needed_bytes": "penstock.memory.arena",
     "Memory": "penstock.transport.protocol",
     "RegisteredStorages": "penstock.transport.storages",
-    "Digester": "penstock.sync.digester",
+    "Digester": "penstock.holding.digester",
     "Strips": "penstock.digest.strip",
     # A sync's tensors, and their declaration by a rank.
     "Around": "penstock.sync.receive.hooks",

@@ -18,6 +18,7 @@ from penstock.units import MIB as MIB
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 
 
 class DType(enum.StrEnum):

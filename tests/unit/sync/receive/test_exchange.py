@@ -20,10 +20,10 @@ import penstock as ps
 from penstock.cuda.device_memory import DeviceMemory, memory_of
 from penstock.digest.strip import Strips
 from penstock.errors import DestinationError
+from penstock.holding.regions import VersionRegions
 from penstock.memory.arena import ALIGN_BYTES, Arena
 from penstock.sync import copy_plan
 from penstock.sync.copy_plan import StagingCopy, aliases_of, rest_of
-from penstock.sync.local_version import VersionRegions
 from penstock.transport.choose import open_links
 from penstock.transport.protocol import Memory
 

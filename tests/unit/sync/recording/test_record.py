@@ -361,7 +361,7 @@ def test_overwritten_tensor_leaves_no_record() -> None:
 
 
 def test_tensors_with_dtypes_missing_in_torch_are_unrecorded() -> None:
-    from penstock.peer.local_weights import tabulate
+    from penstock.holding.weight_layout import tabulate
     from penstock.types import DType
 
     table = tabulate(["six", "w"], [DType.F6_E2M3, DType.F32], [(4,), (8, 6)])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.peer.local_weights import tabulate
+from penstock.holding.weight_layout import tabulate
 from penstock.sync.recording.layout import fill
 from penstock.sync.recording.requirements import record
 from penstock.sync.recording.stride_map import (

@@ -35,6 +35,8 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.holding.placement import decode_column, decode_digests, device_id, locate_rows
+from penstock.holding.weight_layout import WeightLayout, from_message
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, UpstreamsRequest
@@ -46,15 +48,7 @@ from penstock.memory.local_shards import is_sharded
 from penstock.memory.targets import require_initialised, sources_differ
 from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import (
-    LocalWeights,
-    WeightLayout,
-    decode_column,
-    decode_digests,
-    device_id,
-    from_message,
-    locate_rows,
-)
+from penstock.peer.local_weights import LocalWeights
 from penstock.phases import Phases
 from penstock.report import TransferStats, bytes_text, phases_text
 from penstock.telemetry.journey import Journey

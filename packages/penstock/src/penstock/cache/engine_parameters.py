@@ -21,13 +21,13 @@ from penstock.cache.attached import Attached, attach, match_parameters
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import MALFORMED, BudgetTooSmall, NotFound, OperationFailed, PenstockError, PlanError
 from penstock.fetcher.join import join
+from penstock.holding.placement import device_id
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
 from penstock.loader.into import own_state
 from penstock.memory.arena import needed_bytes
 from penstock.net.unix_sockets import private_directory, private_socket_fault
-from penstock.peer.local_weights import device_id
 from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query
 
 HANDLER = "keep"

@@ -18,12 +18,13 @@ from penstock.errors import ConfigError, PenstockError, SourceChanged
 from penstock.fetcher.discover import PlacedTarget
 from penstock.fetcher.join import Fleet
 from penstock.fetcher.report import FetchReport
+from penstock.holding.weight_layout import WeightLayout
 from penstock.loader.progress import ProgressOption
 from penstock.memory.arena import Arena, offsets_of
 from penstock.memory.tier import Room, TierBlock
 from penstock.memory.tier_cuda import CudaRoom
 from penstock.memory.tier_host import ArenaRoom
-from penstock.peer.local_weights import LocalWeights, WeightLayout
+from penstock.peer.local_weights import LocalWeights
 from penstock.storage.file_names import stem_of
 from penstock.storage.weight_set import Uris
 from penstock.types import Manifest, TensorTable

@@ -36,6 +36,8 @@ from penstock.errors import (
 )
 from penstock.fetcher.join import Fleet
 from penstock.fetcher.report import FetchReport
+from penstock.holding.placement import device_id
+from penstock.holding.weight_layout import revision_of
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.lifecycle import is_ending
@@ -48,7 +50,7 @@ from penstock.memory.tier import TiersStats
 from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_host import ArenaTier, PoolTier
 from penstock.memory.tiers import Level, Tiers
-from penstock.peer.local_weights import LocalWeights, device_id, revision_of
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.metrics import Sample, watch

@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.fetcher.upstream import UNNAMED, UpstreamReader
 from penstock.hub.messages import UpstreamsReply
-from penstock.peer.local_weights import Bools
-from penstock.types import I64
+from penstock.types import I64, Bools
 
 
 class ChunkChoice:

@@ -29,6 +29,7 @@ from penstock.errors import (
     SourceError,
 )
 from penstock.fetcher.report import why_command
+from penstock.holding.weight_layout import WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.hub.messages import HoldingState, Identity
 from penstock.lifecycle import paused_gc
 from penstock.loader.into import targets_of
@@ -38,7 +39,7 @@ from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_sha
 from penstock.logs import log_named
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import tied_targets
-from penstock.peer.local_weights import LocalWeights, WeightLayout, from_message, layout_of_tensors, revision_of
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.storage.file_names import stem_of
 from penstock.storage.manifest import leaves_of

@@ -25,6 +25,7 @@ from penstock.fetcher.discover import MIN_TIMEOUT_S, Discovery, Target
 from penstock.fetcher.report import FetchReport, Provenance, report_of
 from penstock.fetcher.run import FetchRun
 from penstock.fetcher.storage_reader import StorageReader
+from penstock.holding.weight_layout import layout_of_tensors
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.lifecycle import paused_gc
@@ -33,7 +34,7 @@ from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.session import resolve_device
 from penstock.logs import Log, log_named
 from penstock.memory.targets import note_written
-from penstock.peer.local_weights import LocalWeights, layout_of_tensors
+from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member, until_stopped
 from penstock.phases import Phases
 from penstock.storage.locate import display

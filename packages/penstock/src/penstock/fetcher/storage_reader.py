@@ -11,9 +11,9 @@ import torch
 
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError
+from penstock.holding.weight_layout import WeightLayout
 from penstock.loader.run import LoadRun
 from penstock.loader.session import LoadSession
-from penstock.peer.local_weights import WeightLayout
 from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 

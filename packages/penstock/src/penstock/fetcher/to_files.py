@@ -20,8 +20,9 @@ from penstock.errors import IntegrityError, SourceError
 from penstock.fetcher.discover import PlacedTarget
 from penstock.fetcher.join import Fleet, join
 from penstock.fetcher.report import NO_MEMBER, FetchReport
+from penstock.holding.weight_layout import WeightLayout
 from penstock.loader.progress import ProgressOption
-from penstock.peer.local_weights import LocalWeights, WeightLayout
+from penstock.peer.local_weights import LocalWeights
 from penstock.phases import Phases
 from penstock.storage.locate import texts_of
 from penstock.storage.output import OutputSet

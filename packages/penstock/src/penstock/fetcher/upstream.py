@@ -23,9 +23,10 @@ from penstock.errors import (
     without_frames,
 )
 from penstock.fetcher.report import why_command
+from penstock.holding.placement import decode_column, decode_digests, locate_rows
 from penstock.hub.messages import HoldingMap, Upstream
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights, decode_column, decode_digests, locate_rows
+from penstock.peer.local_weights import LocalWeights
 from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
 from penstock.timing import Timing

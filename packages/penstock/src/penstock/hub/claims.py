@@ -11,9 +11,8 @@ import numpy.typing as npt
 from penstock.errors import PlanError
 from penstock.hub.messages import ClaimRequest, HoldingState, Ranges
 from penstock.plan.schedule import to_ranges
+from penstock.types import Bools
 from penstock.units import GIB, MIB
-
-Bools = npt.NDArray[np.bool_]
 
 MIN_PIECE_BYTES = 64 * MIB
 """Smallest piece: four chunks, or tens of milliseconds at 10 Gb/s, so that a request is short compared with the read.

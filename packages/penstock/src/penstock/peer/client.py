@@ -22,6 +22,7 @@ from penstock.errors import (
     SourceStalled,
     printable,
 )
+from penstock.holding.weight_layout import TableMessage
 from penstock.http.control import Connect, ControlConnection, over_tcp
 from penstock.hub import messages
 from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url
@@ -29,7 +30,6 @@ from penstock.hub.auth import certificate_names
 from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
 from penstock.net.unix_sockets import private_socket_fault
-from penstock.peer.local_weights import TableMessage
 from penstock.transport.http import LOOPBACK, data_port
 
 T = TypeVar("T")

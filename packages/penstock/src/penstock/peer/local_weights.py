@@ -1,6 +1,4 @@
-"""The weights of one key in this process's memory: layout, regions, verified chunks, and the map and log for readers.
-
-All members with the same weights have the same layout: tensors sorted by name and divided into chunks.
+"""The weights of one key in this process's memory: verified chunks, and the map and log for readers.
 
 The lock of `LocalWeights.changed` guards shared state. The lock `_digesting` is held while a chunk is digested, so that
 the chunk's memory is not released. Code that needs both locks acquires `_digesting` before `changed`.
@@ -8,252 +6,28 @@ the chunk's memory is not released. Code that needs both locks acquires `_digest
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from penstock.digest.leaf import LEAF_BYTES, headers_revision, leaf_digests, name_order, revision
-from penstock.errors import FormatError, IntegrityError, PlanError
-from penstock.hub.messages import HoldingMap, HoldingState, Identity, LogReply, State, layout_digest, prepare
-from penstock.loader.tensor import dtype_of
+from penstock.digest.leaf import leaf_digests, revision
+from penstock.errors import IntegrityError
+from penstock.holding.placement import device_id, place_rows
+from penstock.holding.regions import Regions, close_handles
+from penstock.holding.weight_layout import WeightLayout
+from penstock.hub.messages import HoldingMap, HoldingState, Identity, LogReply, State
 from penstock.memory import SOURCE
 from penstock.memory.arena import ALIGN_BYTES, Arena
-from penstock.memory.targets import require_stored
 from penstock.peer.host_links import nearest_link
-from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
+from penstock.plan.schedule import to_ranges
 from penstock.segments import Segments
-from penstock.storage.file_names import STEM, is_safe_stem
 from penstock.transport.choose import PeerLinks
-from penstock.transport.protocol import Handle, Memory, RevocableHandle, encode
-from penstock.transport.storages import TorchStorage
-from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
-
-MAX_TENSORS = 1 << 22
-"""Maximum number of tensors that a peer's layout may declare. The largest known checkpoint has 70,000 tensors."""
-
-
-class WeightLayout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """The tensor table and the chunks that all holders of a key share."""
-
-    table: TensorTable
-    """The tensors, sorted by name. Files and offsets refer to storage if the layout was read from storage."""
-    chunks: ChunkTable
-    digest: str
-    """Digest of the table without the stem."""
-    stem: str = STEM
-    """Beginning of the file names in storage, before their number. Members that write files use the same names."""
-
-    @classmethod
-    def of(
-        cls, table: TensorTable, *, leaf_bytes: int = LEAF_BYTES, chunk_bytes: int | None = None, stem: str = STEM
-    ) -> WeightLayout:
-        """Create the layout for tensors in any order."""
-        rows = name_order(table)
-        ordered = table if rows == list(range(len(table))) else table.take(rows)
-        chunk_bytes = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
-        chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=chunk_bytes)
-        return cls(table=ordered, chunks=chunks, digest=layout_digest(ordered), stem=stem)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the total size of all tensors in bytes."""
-        return int(self.table.nbytes.sum())
-
-
-class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout on the wire."""
-
-    leaf_bytes: int
-    chunk_bytes: int
-    names: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    stem: str = STEM
-
-
-prepare(TableMessage)
-
-
-def to_message(layout: WeightLayout) -> TableMessage:
-    """Convert a layout to a message."""
-    table, chunks = layout.table, layout.chunks
-    return TableMessage(
-        leaf_bytes=chunks.leaf_bytes,
-        chunk_bytes=chunks.chunk_bytes,
-        names=table.names,
-        dtypes=table.dtypes,
-        shapes=table.shapes,
-        stem=layout.stem if is_safe_stem(layout.stem) else STEM,
-    )
-
-
-def from_message(message: TableMessage) -> WeightLayout:
-    """Return the layout that a peer described. Raise FormatError if the message is inconsistent."""
-    if not len(message.names) == len(message.dtypes) == len(message.shapes) <= MAX_TENSORS:
-        raise FormatError("a peer's tensor table has columns of different lengths, or too many rows")
-    if len(set(message.names)) < len(message.names):
-        raise FormatError("a peer's tensor table has a duplicate name")
-    if message.leaf_bytes < 1 or message.chunk_bytes < message.leaf_bytes:
-        raise FormatError(f"a peer's chunks of {message.chunk_bytes} bytes cannot hold leaves of {message.leaf_bytes}")
-    if min(chain.from_iterable(message.shapes), default=0) < 0:
-        raise FormatError("a peer's tensor table has a negative dimension")
-    if not is_safe_stem(message.stem):
-        raise FormatError(f"a peer sent the stem {message.stem[:100]!r}, which is not valid in a file name")
-    table = tabulate(message.names, message.dtypes, message.shapes)
-    return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes, stem=message.stem)
-
-
-def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
-    """Return a table for tensors in memory, without files and offsets. Raise FormatError if the sizes are invalid."""
-    bits = {dtype: dtype.bits for dtype in set(dtypes)}
-    # A peer's shapes may be huge. Python integers do not overflow, unlike numpy's product.
-    nbytes = [math.prod(shape) * bits[dtype] // 8 for dtype, shape in zip(dtypes, shapes, strict=True)]
-    if any(width % 8 for width in bits.values()):
-        try:
-            for dtype, shape in zip(dtypes, shapes, strict=True):
-                bits_to_bytes(math.prod(shape), dtype)
-        except ValueError as error:
-            raise FormatError(f"a tensor does not end at a byte boundary: {error}") from error
-    if sum(nbytes) >= 1 << 62:
-        raise FormatError(f"the tensors have {sum(nbytes)} bytes in total, above the limit of 4 EiB")
-    none = np.zeros(len(nbytes), np.int64)
-    return TensorTable(
-        names=tuple(names),
-        dtypes=tuple(dtypes),
-        shapes=tuple(shapes),
-        file_index=none,
-        offset=none,
-        nbytes=np.array(nbytes, np.int64),
-    )
-
-
-def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout, list[torch.Tensor]]:
-    """Return the layout of live tensors, and each row's bytes as a flat uint8 view. Tied tensors become one row.
-
-    Raise PlanError if a tensor is not contiguous, or its dtype is unsupported.
-    """
-    seen: set[tuple[int, int]] = set()
-    names, dtypes, shapes, flat = [], [], [], []
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        place = (tensor.data_ptr(), tensor.nbytes)
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        if not tensor.is_contiguous():
-            message = f"a tensor with strides {tensor.stride()} cannot be exchanged because it is not contiguous"
-            raise PlanError(message, tensor=name, hint="call .contiguous() on the tensor")
-        require_stored(name, tensor)
-        dtype = dtype_of(tensor.dtype)
-        shape = tuple(tensor.shape)
-        # Torch counts two packed F4 elements as one element, but safetensors counts two.
-        if dtype is DType.F4:
-            shape = (*shape[:-1], shape[-1] * 2)
-        names.append(name)
-        dtypes.append(dtype)
-        shapes.append(shape)
-        flat.append(tensor.reshape(-1).view(torch.uint8))
-    return WeightLayout.of(tabulate(names, dtypes, shapes)), flat
-
-
-def revision_of(manifest: Manifest) -> str:
-    """Return a revision that is equal for two readers of storage only if both read the same bytes."""
-    if manifest.leaves is not None:
-        return manifest.revision
-    identities = [f"{file.name}\0{file.nbytes}\0{file.identity}".encode() for file in manifest.files]
-    return headers_revision([manifest.revision.encode(), *identities])
-
-
-Bools = npt.NDArray[np.bool_]
-
-
-class RowPlacement(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """Each row's region, byte offset in the region, and address. Empty rows have region -1 and address 0."""
-
-    regions: tuple[Memory, ...]
-    row_region: I64
-    row_offset: I64
-    row_address: I64
-
-    def is_there(self, rows: Iterable[int]) -> bool:
-        """Return whether the memory of these rows is still mapped at the same addresses."""
-        return all(self.regions[i].is_there() for i in set(self.row_region[list(rows)].tolist()) if i >= 0)
-
-
-def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
-    """Find the regions of flat uint8 tensors: the arena that contains a tensor, or its torch storage."""
-    regions: list[Memory] = []
-    row_region = np.full(len(rows), -1, np.int64)
-    address = np.array([flat.data_ptr() for flat in rows], np.int64)
-    is_unplaced = np.array([flat.numel() for flat in rows], np.int64) > 0
-    # A registration costs at least a system call, so register whole arenas and storages, not thousands of tensors.
-    for arena in arenas:
-        is_inside = is_unplaced & (address >= arena.address) & (address < arena.address + arena.nbytes)
-        if is_inside.any():
-            row_region[is_inside] = len(regions)
-            device = str(rows[int(is_inside.argmax())].device)
-            regions.append(Memory(address=arena.address, nbytes=arena.nbytes, device=device, owner=arena))
-            is_unplaced &= ~is_inside
-    at: dict[int, int] = {}
-    for row in np.flatnonzero(is_unplaced).tolist():
-        storage = rows[row].untyped_storage()
-        base = storage.data_ptr()
-        if base not in at:
-            at[base] = len(regions)
-            device = str(rows[row].device)
-            regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=TorchStorage(storage)))
-        row_region[row] = at[base]
-    # Index -1, the region of empty rows, selects the 0 at the end.
-    start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
-    row_offset = np.where(row_region < 0, 0, address - start)
-    return RowPlacement(
-        regions=tuple(regions), row_region=row_region, row_offset=row_offset, row_address=start + row_offset
-    )
-
-
-def decode_column(raw: bytes, kind: str) -> I64:
-    """Decode little-endian integers from a peer. Raise FormatError if `raw` ends within an integer."""
-    return _column(raw, kind).astype(np.int64)
-
-
-def decode_digests(raw: bytes) -> U64:
-    """Decode leaf digests from a peer, as a view of `raw`. Raise FormatError like `decode_column`."""
-    return _column(raw, "<u8").astype(np.uint64, copy=False)
-
-
-def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
-    if len(raw) % (width := np.dtype(kind).itemsize):
-        raise FormatError(f"a peer sent a column with {len(raw)} bytes, which is not a multiple of {width}")
-    return np.frombuffer(raw, kind)
-
-
-def locate_rows(layout: WeightLayout, where: HoldingMap, capacities: Sequence[int]) -> tuple[I64, I64]:
-    """Return the region and offset of each row at the peer. Raise FormatError if a row exceeds `capacities`."""
-    region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
-    nbytes = layout.table.nbytes
-    fits = len(region) == len(offset) == len(nbytes)
-    # Transports and `attach` read at these offsets without another check.
-    if fits and len(nbytes):
-        has_bytes = nbytes > 0
-        of, at = region[has_bytes], offset[has_bytes]
-        fits = bool(((of >= 0) & (of < len(capacities))).all())
-        fits = fits and bool(((at >= 0) & (at <= np.array(capacities, np.int64)[of] - nbytes[has_bytes])).all())
-    if not fits:
-        raise FormatError(f"a peer's map with {len(region)} rows does not fit the layout with {len(nbytes)} tensors")
-    return region, offset
-
-
-def device_id(device: torch.device) -> str:
-    """Return a GPU's UUID, or an empty string for the host. Unlike device indexes, UUIDs are equal in all processes."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+from penstock.transport.protocol import Handle
+from penstock.types import I64, U64, Bools
 
 
 class LocalWeights:
@@ -288,6 +62,7 @@ class LocalWeights:
         self._device_id = device_id(self.device)
         self._link = nearest_link(self._device_id)
         self.place = place_rows(rows, arenas)
+        self._regions = Regions(self.place.regions)
         self.has_manifest = leaves is not None
         self.leaves: U64 = np.zeros(layout.chunks.num_leaves, np.uint64) if leaves is None else leaves
         self.have: Bools = np.zeros(layout.chunks.num_chunks, bool)
@@ -314,9 +89,6 @@ class LocalWeights:
         self._num_logged = 0
         self._sources: list[str] = []
         self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
-        # Peers read from `_handles`. This process's reads write to `_into`, which includes fill-only transports.
-        self._handles: list[dict[str, Handle]] = []
-        self._into: list[dict[str, Handle]] = []
         # With tiny chunks, the gap between two tensors may hold another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
@@ -332,50 +104,29 @@ class LocalWeights:
 
     def register(self, links: PeerLinks) -> None:
         """Register the regions with every transport that supports them, for `map` and for reads."""
-        if self._handles:
-            return
-        registered: list[dict[str, Handle]] = []
-        try:
-            for memory in self.place.regions:
-                registered.append(links.register(memory))
-            into = [links.register_into(*pair) for pair in zip(self.place.regions, registered, strict=True)]
-        except BaseException:
-            close_handles(registered)
-            raise
-        self._handles = registered
-        self._into = into
+        self._regions.register(links)
 
     def handles(self, region: int) -> dict[str, Handle]:
         """Return this process's registrations of a region for reads into the region, by transport name."""
-        return self._into[region]
+        return self._regions.handles(region)
 
     def map(self, lease: str = "") -> HoldingMap:
         """Return the map for a peer. If `lease` is given, revocable descriptors expire with the lease."""
         chunks = self.layout.chunks
-        described = tuple(
-            {
-                name: encode(handle.lend(lease) if lease and isinstance(handle, RevocableHandle) else handle.descriptor)
-                for name, handle in handles.items()
-            }
-            for handles in self._handles
-        )
         return HoldingMap(
             key=self.key,
             generation=self.generation,
             leaf_bytes=chunks.leaf_bytes,
             chunk_bytes=chunks.chunk_bytes,
             num_chunks=chunks.num_chunks,
-            regions=described,
+            regions=self._regions.descriptors(lease),
             row_region=self.place.row_region.astype("<i4").tobytes(),
             row_offset=self.place.row_offset.astype("<i8").tobytes(),
         )
 
     def take_back(self, lease: str) -> None:
         """Revoke the descriptors of a lease, for transports that support revocation."""
-        for handles in self._handles:
-            for handle in handles.values():
-                if isinstance(handle, RevocableHandle):
-                    handle.take_back(lease)
+        self._regions.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
         """Return the segments to read from a peer for these chunks, keyed by the peer's region and the local region."""
@@ -531,9 +282,7 @@ class LocalWeights:
         """End the registrations and invalidate the descriptors of readers. The tensors stay valid. Idempotent."""
         with self.changed:
             self.generation += 1
-            handles = self._into
-            self._handles = []
-            self._into = []
+            handles = self._regions.detach()
             self.state = "draining"
             self.changed.notify_all()
         # A handle's `close` may wait for a running read, so do not hold the lock.
@@ -544,6 +293,7 @@ class LocalWeights:
         with self._digesting, self.changed:
             self.rows = []
             self.place = place_rows([])
+            self._regions = Regions(())
             self.tier = tier
             self.state = "whole"
 
@@ -552,6 +302,7 @@ class LocalWeights:
         with self._digesting, self.changed:
             self.rows = list(rows)
             self.place = place_rows(rows, arenas)
+            self._regions = Regions(self.place.regions)
             self.tier = ""
             self.state = "whole"
 
@@ -602,10 +353,3 @@ class LocalWeights:
                 tier=self.tier,
                 revision=self._root,
             )
-
-
-def close_handles(handles: Iterable[Mapping[str, Handle]]) -> None:
-    """Close the registrations of regions, which are keyed by transport name."""
-    for by_transport in handles:
-        for handle in by_transport.values():
-            handle.close()

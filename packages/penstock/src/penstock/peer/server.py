@@ -44,12 +44,13 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
+from penstock.holding.weight_layout import to_message
 from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.hub import messages
 from penstock.net.listener import bound_socket
 from penstock.net.shares import Shares
-from penstock.peer.local_weights import LocalWeights, to_message
+from penstock.peer.local_weights import LocalWeights
 from penstock.transport.http import EVERYWHERE, host_and_port
 
 SOCKET_NAME = "peer.sock"

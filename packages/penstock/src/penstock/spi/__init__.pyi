@@ -11,6 +11,9 @@ from penstock.entry_points import extras_named as extras_named
 from penstock.entry_points import install_hint as install_hint
 from penstock.entry_points import require_package as require_package
 from penstock.fetcher.storage_initializer import copy_other_files as copy_other_files
+from penstock.holding.digester import Digester as Digester
+from penstock.holding.weight_layout import revision_of as revision_of
+from penstock.holding.weight_layout import tabulate as tabulate
 from penstock.http.control import ControlConnection as ControlConnection
 from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
@@ -36,8 +39,6 @@ from penstock.logs import log_named as log_named
 from penstock.memory.arena import Arena as Arena
 from penstock.memory.arena import needed_bytes as needed_bytes
 from penstock.net.unix_sockets import private_directory as private_directory
-from penstock.peer.local_weights import revision_of as revision_of
-from penstock.peer.local_weights import tabulate as tabulate
 from penstock.phases import Phases as Phases
 from penstock.ranks.agreement import reason_of as reason_of
 from penstock.ranks.agreement import reasons_of as reasons_of
@@ -82,7 +83,6 @@ from penstock.storage.safetensors import read_header as read_header
 from penstock.storage.weight_set import open_weights as open_weights
 from penstock.storage.write import typed as typed_errors_of_writing
 from penstock.sync.commit_rules import Stragglers as Stragglers
-from penstock.sync.digester import Digester as Digester
 from penstock.sync.memory_digests import MemoryDigests as MemoryDigests
 from penstock.sync.placed import Placed as Placed
 from penstock.sync.publish.registered import require_same as require_same

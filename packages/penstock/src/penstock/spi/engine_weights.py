@@ -279,8 +279,8 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
         return None
     # These imports take 40 ms, which an engine without a hub does not need.
     import penstock
+    from penstock.holding.weight_layout import revision_of
     from penstock.net.unix_sockets import host_id
-    from penstock.peer.local_weights import revision_of
     from penstock.storage.weight_set import open_weights
 
     # Weight caches are members of the fleet under the names of their models.

@@ -42,8 +42,8 @@ def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) 
 
 def _warm_up(device: torch.device, log: Log) -> None:
     # Both imports are slow. A sleep uses `memory_digests`, so import it now.
+    from penstock.holding.digester import Digester
     from penstock.sync import memory_digests  # noqa: F401
-    from penstock.sync.digester import Digester
 
     try:
         Digester(str(device)).warm_up()

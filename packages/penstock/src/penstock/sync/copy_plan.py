@@ -18,11 +18,11 @@ from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_copy
 from penstock.digest.strip import Bytes, Strips, memory_at
 from penstock.errors import DestinationError, PenstockError, PlanError
+from penstock.holding.regions import VersionRegions, locate
 from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena
 from penstock.plan.sync import ReceiverPlan
 from penstock.segments import Segments
-from penstock.sync.local_version import VersionRegions, locate
 from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Memory
 from penstock.types import I64

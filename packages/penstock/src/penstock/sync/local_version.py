@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -19,125 +19,15 @@ from msgspec import Meta
 from penstock.cuda.events import record_events
 from penstock.digest.strip import Strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
+from penstock.holding.digester import PrecomputedDigests
+from penstock.holding.regions import VersionRegions, locate
 from penstock.hub.messages import FleetDecision, prepare
-from penstock.lifecycle import Closeable
-from penstock.peer.local_weights import close_handles
 from penstock.plan.layout import Layout
-from penstock.sync.digester import Digester, PrecomputedDigests, digesters_of
 from penstock.sync.messages import NewsReply, PackReply
 from penstock.sync.packer import Packer
 from penstock.transport.choose import PeerLinks
-from penstock.transport.protocol import Handle, Memory, encode
+from penstock.transport.protocol import Memory
 from penstock.types import I64, U64
-
-
-class VersionRegions(Closeable):
-    """Registered memory regions in one range of offsets. Raise ConfigError if no transport can reach a region."""
-
-    def __init__(
-        self, memories: Sequence[Memory], links: PeerLinks, *, precomputed: Sequence[PrecomputedDigests] = ()
-    ) -> None:
-        self.memories = tuple(memories)
-        self.links = links
-        # First offset of each region, and the end of the last region.
-        self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
-        of_device = digesters_of(self.memories)
-        others = (of_device[memory.device] for memory in self.memories[len(precomputed) :])
-        self._digesters: tuple[Digester | PrecomputedDigests, ...] = (*precomputed, *others)
-        # Registrations for reads by peers, and handles for reads into the regions, by region and transport.
-        self._handles: list[dict[str, Handle]] = []
-        self._into: list[dict[str, Handle]] = []
-        try:
-            for memory in self.memories:
-                self._handles.append(links.register(memory))
-                self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
-        except BaseException:
-            # Close all registrations, because a remaining one would keep the memory alive and readable.
-            self.close()
-            raise
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the size of each region in bytes."""
-        return tuple(memory.nbytes for memory in self.memories)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the total size of the regions in bytes."""
-        return int(self.first[-1])
-
-    def handles(self, region: int) -> dict[str, Handle]:
-        """Return the handles for reading into a region, by transport."""
-        return self._into[region]
-
-    def descriptors(self) -> tuple[dict[str, bytes], ...]:
-        """Return the encoded descriptors with which a peer reads each region, by transport."""
-        return tuple({name: encode(handle.descriptor) for name, handle in handles.items()} for handles in self._handles)
-
-    def fence(self) -> None:
-        """Make every descriptor of the regions stale. Call this before any byte changes."""
-        for handles in self._handles:
-            for handle in handles.values():
-                handle.fence()
-
-    def exchange(self, other: VersionRegions) -> None:
-        """Exchange memory and registrations with `other`, which must be fenced, of equal size and in no transfer."""
-        # Use one assignment, so that an interrupt cannot separate a memory from its registrations.
-        (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
-            (other.memories, other._handles, other._into),
-            (self.memories, self._handles, self._into),
-        )
-
-    def warm_up(self) -> None:
-        """Load the kernels for digests, so that the first digest does not wait for the kernels."""
-        for digester in dict.fromkeys(self._digesters):
-            digester.warm_up()
-
-    def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digests of strips, read after the events in `after`. Raise StaleDescriptor if memory was moved."""
-        strips.check(self.nbytes)
-        region = locate(self.first, strips.at, strips.stop)
-        self.require_there(np.unique(region).tolist())
-        out = np.empty(len(strips), np.uint64)
-        for together in self._by_device(np.unique(region).tolist()):
-            base = min((self.memories[i] for i in together), key=lambda memory: memory.address)
-            shift = np.array([self.memories[i].address - base.address - self.first[i] for i in together])
-            mine = np.flatnonzero(np.isin(region, together))
-            here = strips[mine].shifted(shift[np.searchsorted(together, region[mine])])
-            out[mine] = self._digesters[together[0]].digests(base, here, after=after)
-        return out
-
-    def require_there(self, regions: Iterable[int]) -> None:
-        """Raise StaleDescriptor if the owner moved or freed the memory of a region."""
-        if not all(self.memories[i].is_there() for i in regions):
-            hint = "publish or update again, which registers the new memory"
-            raise StaleDescriptor("the owner moved or freed the memory", hint=hint)
-
-    def _by_device(self, regions: Sequence[int]) -> list[list[int]]:
-        # Use one call per device, because each call waits for it. With FP8 weights, every step spans two regions.
-        of_device: dict[str, list[int]] = {}
-        for i in regions:
-            on_device = self.memories[i].device != "cpu" and isinstance(self._digesters[i], Digester)
-            of_device.setdefault(self.memories[i].device if on_device else f"region {i}", []).append(i)
-        return list(of_device.values())
-
-    def close(self) -> None:
-        """Close the registrations, which makes readers' descriptors stale. Idempotent."""
-        handles = [*self._into, *self._handles]
-        self._handles, self._into = [], []
-        close_handles(handles)
-
-
-def locate(first: I64, start: I64, stop: I64) -> I64:
-    """Return the region that contains each span of bytes. Raise PlanError if a span is not inside one region."""
-    # With "right", the search skips empty regions, whose end equals their start.
-    region: I64 = np.searchsorted(first[1:], start, side="right")
-    wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise PlanError(f"bytes [{start[i]}, {stop[i]}) are not inside one region (sizes: {np.diff(first).tolist()})")
-    return region
-
 
 # Seconds between two checks in `settle`, which runs inside `publish`. A longer sleep would delay all receivers.
 _NAP_S = 0.0002

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from penstock.sync.digester import digests_of
+from penstock.holding.digester import digests_of
 from penstock.sync.shards import Declarable, declared
 from penstock.transport.protocol import Memory
 

@@ -18,9 +18,9 @@ from penstock.cuda.events import wait_events
 from penstock.cuda.pack import plan_pack
 from penstock.digest.strip import Strips, memory_at, pack_strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, StaleDescriptor
+from penstock.holding.regions import close_handles
 from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena
-from penstock.peer.local_weights import close_handles
 from penstock.plan.packing import NUM_BUFFERS
 from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, encode

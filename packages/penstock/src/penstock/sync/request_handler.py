@@ -19,8 +19,8 @@ import numpy as np
 
 from penstock.digest.strip import Strips
 from penstock.errors import FormatError, NotFound, PermissionDenied, StaleDescriptor
+from penstock.holding.placement import decode_column
 from penstock.hub.messages import LeaseRequest, MemberSession, SessionRequest
-from penstock.peer.local_weights import decode_column
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.layout import encode
 from penstock.sync import messages

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.arguments import require_type
 from penstock.errors import PlanError
+from penstock.holding.placement import place_rows
 from penstock.loader.tensor import dtype_of
 from penstock.memory.arena import Arena
 from penstock.memory.local_shards import is_sharded, local_parts, local_tensor
 from penstock.memory.rehome import rehome
 from penstock.memory.targets import require_initialised, require_stored
-from penstock.peer.local_weights import place_rows
 from penstock.plan.layout import Form, Layout
 from penstock.transport.protocol import Memory
 from penstock.types import Box, DType

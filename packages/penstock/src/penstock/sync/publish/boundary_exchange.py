@@ -15,10 +15,11 @@ from functools import partial
 
 from penstock.engine.threads import KeptThreads
 from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
+from penstock.holding.regions import VersionRegions
 from penstock.hub.messages import SyncMember
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_sync
-from penstock.sync.local_version import LocalVersion, VersionRegions, VersionStatus
+from penstock.sync.local_version import LocalVersion, VersionStatus
 from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, RankProgress, TableReply
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, decode_outcome

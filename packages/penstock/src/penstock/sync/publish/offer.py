@@ -15,12 +15,12 @@ from penstock.cuda.events import record_events, wait_events
 from penstock.digest.strip import Strips
 from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, PlanError
+from penstock.holding.digester import PrecomputedDigests, digesters_of
 from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena, populate
 from penstock.plan.layout import Layout
 from penstock.plan.sync import layer_order
 from penstock.sync.copy_plan import MemoryCopy, allocate_like, streams_of
-from penstock.sync.digester import PrecomputedDigests, digesters_of
 from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership
 from penstock.sync.publish.boundary_exchange import BoundaryExchange

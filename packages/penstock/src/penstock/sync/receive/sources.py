@@ -18,9 +18,10 @@ import numpy.typing as npt
 from penstock.digest.strip import Strips
 from penstock.engine.threads import KeptThreads
 from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
+from penstock.holding.regions import VersionRegions
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, batches, packable, packed_segments
 from penstock.segments import Rectangles, Segments
-from penstock.sync.local_version import Answer, LocalVersion, VersionMap, VersionRegions
+from penstock.sync.local_version import Answer, LocalVersion, VersionMap
 from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.messages import PackReply
 from penstock.sync.receive.packed import BufferLeases, ShortRuns

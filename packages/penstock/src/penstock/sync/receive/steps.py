@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from penstock.digest.strip import Strips
+from penstock.holding.regions import locate
 from penstock.plan.sync import ReceiverPlan
 from penstock.segments import Rectangles, spread
-from penstock.sync.local_version import locate
 from penstock.types import I64
 
 

@@ -12,16 +12,17 @@ import torch
 
 from penstock.digest.strip import Strips
 from penstock.errors import BudgetTooSmall, PlanError
+from penstock.holding.regions import VersionRegions
+from penstock.holding.weight_layout import tabulate
 from penstock.lifecycle import paused_gc
 from penstock.loader.tensor import as_tensors, torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import note_written
-from penstock.peer.local_weights import tabulate
 from penstock.plan.intersect import MAX_LISTED, prefix_hint
 from penstock.plan.layout import Layout
 from penstock.report import names_text
 from penstock.sync.copy_plan import StagingCopy, aliases_of
-from penstock.sync.local_version import LocalVersion, VersionRegions
+from penstock.sync.local_version import LocalVersion
 from penstock.sync.messages import TableReply
 from penstock.sync.receive.staged import UpdateOptions
 from penstock.sync.recording.layout import Load, Recording, live_tensors

@@ -9,10 +9,10 @@ import numpy as np
 
 from penstock.digest.strip import Strips
 from penstock.errors import PenstockError
+from penstock.holding.regions import VersionRegions
 from penstock.memory.targets import sources_differ
 from penstock.plan.sync import ReceiverPlan
 from penstock.segments import spread
-from penstock.sync.local_version import VersionRegions
 from penstock.sync.receive.sources import SourceFailed, SourceLink, SourceRead
 from penstock.types import I64, U64
 

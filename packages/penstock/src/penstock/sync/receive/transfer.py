@@ -22,6 +22,7 @@ from penstock.engine.run import Item, Run
 from penstock.engine.threads import KeptThreads
 from penstock.engine.trace import Trace
 from penstock.errors import BudgetTooSmall, Cancelled, IntegrityError, PenstockError, PlanError, StaleDescriptor
+from penstock.holding.regions import VersionRegions
 from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
@@ -32,7 +33,6 @@ from penstock.plan.sync import (
     ReceiverPlan,
     step_bytes,
 )
-from penstock.sync.local_version import VersionRegions
 from penstock.sync.membership import Membership
 from penstock.sync.messages import RankProgress
 from penstock.sync.receive.packed import BufferLeases

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.errors import FormatError, PlanError
-from penstock.peer.local_weights import (
+from penstock.holding.weight_layout import (
     TableMessage,
     WeightLayout,
     from_message,

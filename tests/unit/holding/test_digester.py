@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.digest.strip import Strips, strip_digests
-from penstock.sync.digester import Digester, PrecomputedDigests
+from penstock.holding.digester import Digester, PrecomputedDigests
 from penstock.transport.protocol import Memory
 
 

@@ -1,0 +1,10 @@
+"""What a process holds for others: memory regions, their registrations with transports, and the digests of their bytes.
+
+- `regions` registers memory with transports, and fences and closes the registrations.
+- `digester` computes digests of strips in a region, on the region's device.
+- `weight_layout` is the layout of a fetch: tensors sorted by name and divided into chunks, and its messages.
+- `placement` finds the region and the offset of each row, in this process and at a peer.
+
+`peer.local_weights` serves the weights of one key, and `sync.local_version` the versions of one rank. Both build on
+this room.
+"""
