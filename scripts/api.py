@@ -31,7 +31,7 @@ from penstock.cli.main import add_commands
 SNAPSHOT = ROOT / "tests" / "api" / "public_api.txt"
 DOCUMENTS = ("README.md", "docs", "examples")
 _IMPORT = re.compile(
-    r"^\s*(?:>>> )?from (penstock(?:_convert)?\.[\w.]+|penstock_dcp) import ([^#\n(]+|\([^)]+\))", re.MULTILINE
+    r"^\s*(?:>>> )?from (penstock(?:_convert|_hub)?\.[\w.]+|penstock_dcp) import ([^#\n(]+|\([^)]+\))", re.MULTILINE
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.expr

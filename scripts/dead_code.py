@@ -1,9 +1,9 @@
 """Finds unused code with `vulture`, and compares it with the committed list of code that only looks unused.
 
 The list is scripts/dead_code_allowed.txt. The exit code is 1 for any finding, and for names on the list that are used
-or gone. `ruff` finds unused imports and local variables. In the core and in `penstock_convert`, except for their
-`testing`, only uses in the packages count, because code that only tests call is dead. For `testing`, uses in the whole
-repository count. Exported names count as used.
+or gone. `ruff` finds unused imports and local variables. In the core, in `penstock_convert` and in `penstock_hub`,
+except for `testing`, only uses in the packages count, because code that only tests call is dead. For `testing`, uses in
+the whole repository count. Exported names count as used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from penstock.exports import MODULES, PUBLIC, SPI
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "packages/penstock/src/penstock"
 CONVERT = "packages/penstock-convert/src/"
+HUB = "packages/penstock-hub/src/"
 ALLOWED = Path(__file__).with_name("dead_code_allowed.txt")
 FINDING = re.compile(
-    rf"(?P<root>{PACKAGE}/|{CONVERT})"
+    rf"(?P<root>{PACKAGE}/|{CONVERT}|{HUB})"
     r"(?P<path>\S+):(?P<line>\d+): (?P<what>unused (\S+ )?\S+ '(?P<name>\w+)'|unreachable.*)"
 )
 ADAPTERS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/penstock-*/src")))
@@ -29,7 +30,7 @@ USERS = ("tests", "benchmarks", "scripts", "examples")
 
 
 def find(*arguments: str) -> list[re.Match[str]]:
-    """Return vulture's findings in the two packages."""
+    """Return vulture's findings in the three packages."""
     command = [sys.executable, "-m", "vulture", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     if ended.returncode not in {0, 3}:  # 3: something was found

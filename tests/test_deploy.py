@@ -13,7 +13,7 @@ import pytest
 import typer.main
 from tests.support.kubernetes import MANIFESTS, Object, environment, find, kubectl, render, words_of
 
-from penstock.cli.main import app
+from penstock.cli.main import add_commands
 from penstock.config import Settings
 from penstock.config import environment as known_variables
 from penstock.fetcher.storage_initializer import FLEET_PREFIX
@@ -143,7 +143,7 @@ def test_prometheus_monitors_select_existing_ports(objects: list[Object]) -> Non
 
 
 def test_deployed_commands_and_options_exist(engine: str, objects: list[Object]) -> None:
-    commands = typer.main.get_command(app).commands
+    commands = typer.main.get_command(add_commands()).commands
     seen = set()
     for _, container in containers(objects):
         words = words_of(container, objects)
@@ -309,7 +309,7 @@ def test_kserve_container_starts_storage_initializer() -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": {"containers": [container]}}
     for version in VERSIONS:
         kubernetes_validate.validate(pod, version, strict=True)
-    command = typer.main.get_command(app).commands[container["command"][1]]
+    command = typer.main.get_command(add_commands()).commands[container["command"][1]]
     command.make_context("", [*container["command"][2:], "penstock+s3://bucket/model", "/mnt/models"])
     prefixes = [entry["prefix"] for entry in one["spec"]["supportedUriFormats"]]
     for prefix in prefixes:

@@ -106,11 +106,11 @@ def test_allowed_violations_list_has_no_stale_entries() -> None:
 @pytest.mark.parametrize(
     ("rule", "source", "count"),
     [
-        ("constant", 'monkeypatch.setattr("penstock.hub.claims.STALL_S", 1)', 1),
-        ("constant", 'SMALL = {"penstock.hub.claims.STALL_S": 1}', 1),
+        ("constant", 'monkeypatch.setattr("penstock_hub.claims.STALL_S", 1)', 1),
+        ("constant", 'SMALL = {"penstock_hub.claims.STALL_S": 1}', 1),
         ("constant", 'monkeypatch.setenv("PENSTOCK_STALL_S", "1")', 0),
         ("name", 'monkeypatch.setattr("penstock.peer.member.host_id", f)', 1),
-        ("name", 'monkeypatch.setattr("penstock.hub.claims.STALL_S", 1)', 0),
+        ("name", 'monkeypatch.setattr("penstock_hub.claims.STALL_S", 1)', 0),
         ("name", 'monkeypatch.setattr("os.sched_yield", f)', 0),
         ("private", "fetch._follow()", 1),
         ("private", "hub.store._folders.clear()", 1),

@@ -37,8 +37,8 @@ from penstock.types import MIB
 STALL_S = 6.0
 SMALL = {
     "penstock.holding.weight_layout.CHUNK_BYTES": 256 << 10,
-    "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
-    "penstock.hub.claims.CLAIM_STALL_S": 5.0,
+    "penstock_hub.claims.MIN_PIECE_BYTES": MIB,
+    "penstock_hub.claims.CLAIM_STALL_S": 5.0,
 }
 """Settings for small weights. 8 MiB then have 32 chunks and are claimed in eight pieces, like 512 MiB by default."""
 SHORT_TIMEOUTS = SMALL | {
@@ -46,7 +46,7 @@ SHORT_TIMEOUTS = SMALL | {
     "penstock.hub.client._MAX_PAUSE_S": 0.1,
     "penstock.hub.local_hub.BEAT_S": 0.25,
     "penstock.hub.local_hub.TTL_S": 2.0,
-    "penstock.hub.store.ANSWER_S": 0.5,
+    "penstock_hub.store.ANSWER_S": 0.5,
 }
 """Shorter heartbeats and timeouts for rounds of seconds."""
 ROUND_S = 90.0

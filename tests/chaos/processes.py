@@ -126,9 +126,9 @@ def run(told: dict[str, Any]) -> int:
 
 def hub(told: dict[str, Any]) -> int:
     """Run a hub whose clock is set by lines of input, in seconds ahead of the machine's clock."""
-    from penstock.hub.directory import Directory
-    from penstock.hub.server import run_hub
-    from penstock.hub.store import MemoryStore, Store
+    from penstock_hub.directory import Directory
+    from penstock_hub.server import run_hub
+    from penstock_hub.store import MemoryStore, Store
 
     ahead_s, time_of_day = [float(told["ahead_s"])], time.time
     vars(time)["time"] = lambda: time_of_day() + ahead_s[0]
@@ -141,7 +141,7 @@ def hub(told: dict[str, Any]) -> int:
     set_constants(told["constants"])
     store: Store = MemoryStore()
     if told["redis"]:
-        from penstock.hub.store import RedisStore
+        from penstock_hub.store import RedisStore
 
         store = RedisStore(told["redis"])
     directory = Directory(store, fresh=told["fresh"], beat_s=told["beat_s"], ttl_s=told["ttl_s"])

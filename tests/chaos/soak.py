@@ -64,7 +64,7 @@ SPARE = 2
 """Descriptors or threads that a process at rest may have in addition, such as a later thread of a pool."""
 SPARE_BYTES = 32 << 20
 """Bytes that a process at rest may have in addition."""
-SMALL = {"penstock.holding.weight_layout.CHUNK_BYTES": 256 << 10, "penstock.hub.claims.MIN_PIECE_BYTES": 1 << 20}
+SMALL = {"penstock.holding.weight_layout.CHUNK_BYTES": 256 << 10, "penstock_hub.claims.MIN_PIECE_BYTES": 1 << 20}
 """Settings for more chunks in small weights, and so more rounds in a fetch."""
 WATCHED = ("hub", "keeper", "member", "publisher", "subscriber", "client")
 

@@ -6,7 +6,7 @@ import pytest
 from tests.support import redis_server
 from tests.support.store_suite import StoreTests
 
-from penstock.hub.store import MemoryStore, RedisStore, Store
+from penstock_hub.store import MemoryStore, RedisStore, Store
 
 
 class TestMemory(StoreTests):

@@ -23,9 +23,9 @@ from tests.support.servers.hugging_face import HuggingFaceServer
 
 import penstock as ps
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 pytestmark = [
     pytest.mark.engines,

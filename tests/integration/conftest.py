@@ -31,8 +31,8 @@ from penstock_convert.workers import launch as launcher
 
 SMALL_CHUNKS = {
     "penstock.holding.weight_layout.CHUNK_BYTES": 256 << 10,
-    "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
-    "penstock.hub.claims.CLAIM_STALL_S": 5.0,
+    "penstock_hub.claims.MIN_PIECE_BYTES": MIB,
+    "penstock_hub.claims.CLAIM_STALL_S": 5.0,
 }
 """Constants with which weights of a few MiB have tens of chunks."""
 STALL_S = 10.0

@@ -364,14 +364,14 @@ def run_worker(values: dict[str, Any]) -> int:
 
 def run_hub_process(values: dict[str, Any]) -> int:
     """Run a hub in this process at the address `listen`. Keep its state in `redis` if given."""
-    from penstock.hub.directory import Directory
-    from penstock.hub.server import run_hub
-    from penstock.hub.store import MemoryStore, Store
+    from penstock_hub.directory import Directory
+    from penstock_hub.server import run_hub
+    from penstock_hub.store import MemoryStore, Store
 
     set_constants(values.get("constants", {}))
     store: Store = MemoryStore()
     if values.get("redis"):
-        from penstock.hub.store import RedisStore
+        from penstock_hub.store import RedisStore
 
         store = RedisStore(values["redis"])
     directory = Directory(store, fresh=values["fresh"], beat_s=values["beat_s"], ttl_s=values["ttl_s"])

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from penstock.hub.directory import Directory
-from penstock.hub.limits import Capacity
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -21,8 +19,10 @@ from penstock.hub.messages import (
     State,
     UpstreamsRequest,
 )
-from penstock.hub.store import MemoryStore, Store
 from penstock.types import MIB
+from penstock_hub.directory import Directory
+from penstock_hub.limits import Capacity
+from penstock_hub.store import MemoryStore, Store
 
 CHUNK_BYTES = 16 * MIB
 IDENTITY = Identity(model="llama", revision="w1-0", dtype="BF16")

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from penstock.errors import HubUnavailable, PeerLost
-from penstock.hub.directory import Directory
 from penstock.hub.messages import (
     Beat,
     DecideReply,
@@ -26,7 +25,6 @@ from penstock.hub.messages import (
     SyncRequest,
     SyncState,
 )
-from penstock.hub.store import MemoryStore
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest, RankProgress
 from penstock.sync.publish.offer import OfferOptions
@@ -34,6 +32,8 @@ from penstock.sync.publish.registered import Registered
 from penstock.timing import Timing
 from penstock.transport.choose import PeerLinks
 from penstock.transport.loopback import LoopbackTransport
+from penstock_hub.directory import Directory
+from penstock_hub.store import MemoryStore
 
 SHORT = Timing(
     group_pause_s=0.005,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.hub.store import ABSENT, ANY, Store
+from penstock_hub.store import ABSENT, ANY, Store
 
 
 class StoreTests:

@@ -24,10 +24,7 @@ from penstock.errors import PenstockError
 from penstock.fetcher.report import Provenance
 from penstock.hub.auth import Auth, first_token
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Status
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.peer.server import PeerServer
 from penstock.storage.manifest import check_signature, sign
 from penstock.testing.checkpoints import write_llama
@@ -35,6 +32,9 @@ from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 from penstock_convert.request import plan
 from penstock_convert.workers.launch import LocalLauncher
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 
 @pytest.fixture

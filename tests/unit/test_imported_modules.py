@@ -85,7 +85,7 @@ def test_local_verb_imports_no_slow_module(verb: str) -> None:
     assert not imported_by(f"ps.{verb}") & set(SLOW)
 
 
-HOSTS_A_HUB = {"penstock.hub.directory", "penstock.hub.server", "starlette", "uvicorn"}
+HOSTS_A_HUB = {"penstock_hub.directory", "penstock_hub.server", "starlette", "uvicorn"}
 """Modules that only the process that hosts the hub of its host needs."""
 
 

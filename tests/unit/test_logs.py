@@ -22,15 +22,15 @@ LEVELS = frozenset({"debug", "info", "warning", "error", "exception", "critical"
 CONFIGURE = frozenset(
     {
         "logs.py",
-        "cli/hub.py",
+        "penstock_hub/command.py",
         "cli/initialize.py",
-        "hub/connection.py",
+        "penstock_hub/connection.py",
         "penstock_vllm/plugin.py",
         "penstock_sglang/plugin.py",
     }
 )
 """Files that set handlers and levels of loggers, and log nothing themselves."""
-WRITE = frozenset({"cli/terminal.py", "cli/main.py", "cli/hub.py", "penstock_hf/startup/sitecustomize.py"})
+WRITE = frozenset({"cli/terminal.py", "cli/main.py", "penstock_hub/command.py", "penstock_hf/startup/sitecustomize.py"})
 """Files that write to the terminal: escaped text, help, the hub's address, or why a program runs without Penstock."""
 
 

@@ -25,7 +25,6 @@ from penstock.errors import GrantRefused
 from penstock.holding.weight_layout import tabulate
 from penstock.http.compression import Planes
 from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRAILER_WORD
-from penstock.hub import app
 from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
 from penstock.loader import group
@@ -46,6 +45,7 @@ from penstock_convert.messages import JOB_PROTOCOL, TaskWork, Wire
 from penstock_dcp.checkpoint import BYTES_KEY, PATHS_KEY
 from penstock_dcp.distcp import member_of
 from penstock_dcp.pickled import PLAIN, archive, decode, plain
+from penstock_hub import app
 
 
 @dataclass(frozen=True, kw_only=True)

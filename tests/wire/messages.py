@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.plan import layout
 
-PACKAGES = ("penstock", "penstock_convert", "penstock_dcp")
+PACKAGES = ("penstock", "penstock_convert", "penstock_dcp", "penstock_hub")
 """The packages whose messages are frozen. A distribution that is split off is added here."""
 
 
@@ -73,13 +73,13 @@ MESSAGES = {
     "hub.job_state/json": "penstock.hub.job_state:JobState",
     "hub.job_error/json": "penstock.hub.job_state:JobError",
     "hub.worker_state/json": "penstock.hub.job_state:WorkerState",
-    "store.holding_entry/msgpack": "penstock.hub.snapshot:HoldingEntry",
-    "store.member_entry/msgpack": "penstock.hub.snapshot:MemberEntry",
-    "store.complaint_entry/msgpack": "penstock.hub.snapshot:ComplaintEntry",
-    "store.sync_entry/msgpack": "penstock.hub.snapshot:SyncEntry",
-    "store.claims/msgpack": "penstock.hub.claims:Claims",
-    "store.failures_entry/msgpack": "penstock.hub.failures:FailuresEntry",
-    "store.job_entry/msgpack": "penstock.hub.conversions:JobEntry",
+    "store.holding_entry/msgpack": "penstock_hub.snapshot:HoldingEntry",
+    "store.member_entry/msgpack": "penstock_hub.snapshot:MemberEntry",
+    "store.complaint_entry/msgpack": "penstock_hub.snapshot:ComplaintEntry",
+    "store.sync_entry/msgpack": "penstock_hub.snapshot:SyncEntry",
+    "store.claims/msgpack": "penstock_hub.claims:Claims",
+    "store.failures_entry/msgpack": "penstock_hub.failures:FailuresEntry",
+    "store.job_entry/msgpack": "penstock_hub.conversions:JobEntry",
     "store.hello/msgpack": "penstock.hub.messages:Hello",
     "store.holding_state/msgpack": "penstock.hub.messages:HoldingState",
     "store.identity/msgpack": "penstock.hub.messages:Identity",

@@ -21,13 +21,13 @@ pytest.importorskip("uvicorn")
 import penstock as ps
 import penstock_convert
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
 from penstock.hub.job_state import JobState
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.testing.checkpoints import write_llama
 from penstock_convert.job_reporter import HubReporter
 from penstock_convert.workers.launch import LocalLauncher
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 WAITS = [{"op": "function", "function": "tests.support.jobs:waits"}]

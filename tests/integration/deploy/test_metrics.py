@@ -19,9 +19,6 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock as ps
-from penstock.hub.directory import Directory
-from penstock.hub.metrics import Metrics as HubMetrics
-from penstock.hub.store import MemoryStore
 from penstock.net.listener import bound_socket
 from penstock.report import TransferStats
 from penstock.telemetry import endpoint as endpoint_module
@@ -30,6 +27,9 @@ from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Registry, Sam
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
+from penstock_hub.directory import Directory
+from penstock_hub.metrics import Metrics as HubMetrics
+from penstock_hub.store import MemoryStore
 
 pytest.importorskip("torch")
 

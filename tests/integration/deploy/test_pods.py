@@ -17,9 +17,9 @@ from tests.support.pods import ROOT, Engine, EngineTask, Pod, arenas, inside, na
 from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN = "a-token-of-this-test"
 

@@ -59,7 +59,7 @@ EXAMPLE = variables(UNITS / "cache-example.env")
 @pytest.mark.parametrize(("unit", "environ"), [(HUB, {}), (CACHE, EXAMPLE)], ids=["hub", "cache"])
 def test_systemd_units_use_existing_commands_and_variables(unit: str, environ: dict[str, str]) -> None:
     _, name, *words = command_of(unit, environ)
-    typer.main.get_command(app).commands[name].make_context(name, words)
+    typer.main.get_command(add_commands()).commands[name].make_context(name, words)
     known = {name for name, _, _ in environment({})}
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(UNITS.iterdir()))
     named = set(re.findall(r"\bPENSTOCK_[A-Z_]+", text))
@@ -73,7 +73,7 @@ def test_commented_settings_parse_as_fleet_options() -> None:
     fleet = dict(line[1:].split("=", 1) for line in text.splitlines() if re.match(r"#[A-Z_]+=", line))
     Settings.read({name: value for name, value in fleet.items() if name.startswith("PENSTOCK_")})
     _, name, *words = command_of(CACHE, {**EXAMPLE, **fleet})
-    context = typer.main.get_command(app).commands[name].make_context(name, words)
+    context = typer.main.get_command(add_commands()).commands[name].make_context(name, words)
     assert context.params["listen"] == "10.0.0.7:7071"
 
 

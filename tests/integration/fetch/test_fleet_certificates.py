@@ -15,10 +15,10 @@ import penstock as ps
 from penstock.errors import ConfigError, PermissionDenied
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ pytest.importorskip("uvicorn")
 
 import penstock as ps
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN, OPERATOR = "a-token-of-this-hub", "the-operator-of-this-hub"
 

@@ -43,8 +43,8 @@ SHORT_TIMEOUTS = SMALL_CHUNKS | {
     "penstock.hub.client._MAX_PAUSE_S": 0.1,  # A new hub waits one and a half heartbeats.
     "penstock.hub.local_hub.BEAT_S": 0.25,
     "penstock.hub.local_hub.TTL_S": 2.0,
-    "penstock.hub.claims.CLAIM_STALL_S": 3.0,
-    "penstock.hub.store.ANSWER_S": 0.5,
+    "penstock_hub.claims.CLAIM_STALL_S": 3.0,
+    "penstock_hub.store.ANSWER_S": 0.5,
 }
 STALL_S = "8.0"
 CAP = 8 << 20

@@ -18,12 +18,12 @@ from tests.support.compare import assert_same, by_safetensors
 import penstock as ps
 from penstock.cli.main import run
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
 from penstock.hub.messages import HoldingState, UpstreamsRequest, WhyRequest
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.peer import server as peer_server
 from penstock.peer.client import PeerClient
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 ALL, SECOND, OTHERS = "all-models-0123456789", "all-models-9876543210", "other-models-0123456789"
 FAR_S = "120"

@@ -20,13 +20,13 @@ import penstock as ps
 from penstock.errors import PenstockError, PlanError
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello, HoldingMap, SyncState, Upstream
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.peer.client import PeerClient
 from penstock.peer.member import host_id
 from penstock.transport.protocol import decode, encode
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 OPERATORS, LLAMA = "operators-token-0123456789", "llama-only-token-0123456789"
 

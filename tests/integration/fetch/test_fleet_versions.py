@@ -21,13 +21,13 @@ import penstock as ps
 from penstock.errors import ConfigError, PenstockError, PlanError
 from penstock.http.control import ControlConnection, over_unix
 from penstock.http.server import ServerExchange
-from penstock.hub.app import OPERATIONS, HubOperation
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, UPGRADE_HINT, Hello, Lease, MemberSession
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.peer import server as peer_server
+from penstock_hub.app import OPERATIONS, HubOperation
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}

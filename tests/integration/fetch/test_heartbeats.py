@@ -10,10 +10,10 @@ from tests.integration.conftest import Host
 
 import penstock as ps
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, BeatReply
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 BEAT_S = 1.0
 """Heartbeat interval. Members send heartbeats after 0.75 to 1 times this."""

@@ -37,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     monkeypatch.setenv("PENSTOCK_STALL_S", "6")
     monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", 256 << 10)
-    monkeypatch.setattr("penstock.hub.claims.MIN_PIECE_BYTES", MIB)
+    monkeypatch.setattr("penstock_hub.claims.MIN_PIECE_BYTES", MIB)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -202,7 +202,7 @@ def test_claim_of_failed_reader_is_reassigned_before_timeout(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader makes progress with members' bytes, so it would hold its claim for that long."""
-    monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
+    monkeypatch.setattr("penstock_hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
 
     def read_badly(self: storage_reader.StorageReader, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
@@ -298,7 +298,7 @@ def test_hanging_storage_blocks_no_other_member(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member is alive, and abandons storage no sooner than the others would stop waiting for it."""
-    monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
+    monkeypatch.setattr("penstock_hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()
 
     def hang(self: storage_reader.StorageReader, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:

@@ -84,7 +84,7 @@ def test_slow_sender_of_large_chunk_is_not_replaced(host: Host, one_chunk: Path)
 def test_slow_storage_is_read_once_by_members(host: Host, one_chunk: Path, slow_storage: RangeServer) -> None:
     truth, uri = by_safetensors(one_chunk), f"{slow_storage.url}/m"
     stall = {"PENSTOCK_STALL_S": str(STALL_S)}
-    constants = {**ONE_CHUNK, "penstock.hub.claims.CLAIM_STALL_S": STALL_S}
+    constants = {**ONE_CHUNK, "penstock_hub.claims.CLAIM_STALL_S": STALL_S}
     first = host.start(constants, fallback=uri, environ=stall)
     host.wait_for_holdings(lambda held: any(one.claims for one in held))
     others = [host.start(constants, fallback=where, environ=stall) for where in (uri, None)]

@@ -21,10 +21,9 @@ from penstock.fetcher import run as running
 from penstock.fetcher.choice import ChunkChoice
 from penstock.fetcher.run import FetchRun
 from penstock.fetcher.upstream import UpstreamReader
-from penstock.hub.messages import UpstreamsReply
+from penstock.hub.messages import NUM_TREES, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
-from penstock.plan.relay_parents import NUM_TREES
 
 CHUNK_BYTES = 256 << 10
 NUM_CHUNKS = 64
@@ -48,7 +47,7 @@ class Hosts:
         numbers = itertools.count()
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host-{next(numbers)}")
         # Pretend that few hosts are many and that none is slow, because the test's machine may be.
-        monkeypatch.setattr("penstock.plan.relay.MIN_HOPS", -100)
+        monkeypatch.setattr("penstock_hub.relay.MIN_HOPS", -100)
         monkeypatch.setattr("penstock.holding.weight_layout.CHUNK_BYTES", CHUNK_BYTES)
         monkeypatch.setattr("penstock.fetcher.upstream.PROBE_S", 60.0)
         self._all_here = threading.Barrier(NUM_RECEIVERS)

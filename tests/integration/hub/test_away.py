@@ -16,12 +16,12 @@ from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.peer.member import Member
 from penstock.spi import engine_weights as replica
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN = "a-token-of-this-hub-0123"
 

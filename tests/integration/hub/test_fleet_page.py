@@ -36,11 +36,11 @@ from tests.support.sync import SyncTask, SyncWorker
 
 import penstock as ps
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello, HoldingState, Identity, UpstreamsRequest
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 pytestmark = pytest.mark.slow
 TOKEN, OPERATOR = "the-token-of-this-fleet", "the-operator-of-this-fleet"

@@ -20,13 +20,13 @@ from tests.support.authority import Authority
 from tests.support.hubs import IDENTITY, key_state
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, PlanError, UnknownMember
-from penstock.hub.app import MAX_BODY_BYTES, create_app
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, ClaimRequest, Drain, FaultReport, Hello, UpstreamsRequest, WhyRequest
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub.app import MAX_BODY_BYTES, create_app
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN = "all-models-0123456789"
 LLAMA = "llama-only-0123456789"

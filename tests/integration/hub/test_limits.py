@@ -25,12 +25,12 @@ from tests.support.users import STRANGER, run_as
 from penstock.errors import ConfigError
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.net.admission import ConnectionLimits
 from penstock.net.listener import AdmittedSocket
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN = "a-token-of-16-characters"
 NUM_DESCRIPTORS = 400

@@ -142,19 +142,21 @@ def test_suspended_hub_process_is_replaced_then_rejoins(place, child, monkeypatc
 
 _STOPPED_AT_ONCE = """
 import os, signal
-from penstock.hub import local_hub
+from penstock.hub.local_hub import LocalEndpoint
+from penstock_hub.server import HubThread
 def start(self):
     os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit
-local_hub.HubThread.start = start
-local_hub.LocalEndpoint.open().reach(20.0)
+HubThread.start = start
+LocalEndpoint.open().reach(20.0)
 """
 
 
 def test_hub_process_stopped_before_listening_is_replaced(place) -> None:
     process = subprocess.Popen([sys.executable, "-c", _STOPPED_AT_ONCE], env=dict(os.environ))
     try:
-        os.waitpid(process.pid, os.WUNTRACED)  # it holds the lock, and no client can connect to it
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)  # it holds the lock, and no client can connect to it
         with HubClient.connect(None) as hub:
             hello(hub)
             assert line_of(hub).hosts

@@ -20,11 +20,11 @@ import penstock as ps
 from penstock import phases
 from penstock.cli.fleet import status
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
 from penstock.phases import BootRecord
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN, LIMITED = "the-token-of-this-fleet", "a-token-for-another-model"
 

@@ -21,11 +21,11 @@ from tests.support.hubs import IDENTITY, chunks, key_state
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, UnknownMember
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, ClaimRequest, Hello, UpstreamsRequest
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import RedisStore
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import RedisStore
 
 pytestmark = pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
 BEAT_S = 0.2

@@ -81,11 +81,11 @@ sys.stdin.read()
 
 
 def test_status_shows_failure_after_member_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.hub import page
     from penstock.hub.auth import Auth
-    from penstock.hub.directory import Directory
-    from penstock.hub.server import HubThread, bind
-    from penstock.hub.store import MemoryStore
+    from penstock_hub import page
+    from penstock_hub.directory import Directory
+    from penstock_hub.server import HubThread, bind
+    from penstock_hub.store import MemoryStore
 
     monkeypatch.setattr(page, "SAMPLE_S", 0.2)
     monkeypatch.setattr(page, "INTERVAL_S", 0.2)

@@ -26,8 +26,8 @@ SLOW_BYTES_PER_S = 50_000_000
 """Bandwidth that all readers of a slow storage share."""
 DEFAULTS = {
     "penstock.holding.weight_layout.CHUNK_BYTES": 16 * MIB,
-    "penstock.hub.claims.MIN_PIECE_BYTES": 64 * MIB,
-    "penstock.hub.claims.CLAIM_STALL_S": 30.0,
+    "penstock_hub.claims.MIN_PIECE_BYTES": 64 * MIB,
+    "penstock_hub.claims.CLAIM_STALL_S": 30.0,
 }
 """The product's own constants: other tests of this folder use smaller ones."""
 

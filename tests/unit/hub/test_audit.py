@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.hub import audit
 from penstock.hub.auth import MAX_NAMES, RateLimit
+from penstock_hub import audit
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from penstock.http.control import NoAnswer
 from penstock.hub import client
 from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Status
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub.directory import Directory
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])

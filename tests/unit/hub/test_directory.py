@@ -11,12 +11,7 @@ import pytest
 from tests.support.hubs import IDENTITY, HubBench, chunks, key_state
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
-from penstock.hub import explain
 from penstock.hub.auth import Caller
-from penstock.hub.complaints import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, WRONG_BYTES_TTL_S
-from penstock.hub.conversions import JOB_TTL_S
-from penstock.hub.directory import Directory
-from penstock.hub.failures import FAILURE_TTL_S
 from penstock.hub.grants import Grant, GrantChecker
 from penstock.hub.job_state import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.hub.messages import (
@@ -30,8 +25,13 @@ from penstock.hub.messages import (
     UpstreamsRequest,
     WhyRequest,
 )
-from penstock.hub.store import ANY, MemoryStore
 from penstock.phases import Boot, BootError, Phase
+from penstock_hub import explain
+from penstock_hub.complaints import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, WRONG_BYTES_TTL_S
+from penstock_hub.conversions import JOB_TTL_S
+from penstock_hub.directory import Directory
+from penstock_hub.failures import FAILURE_TTL_S
+from penstock_hub.store import ANY, MemoryStore
 
 WHOLE = ((0, 100),)
 

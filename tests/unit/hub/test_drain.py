@@ -9,8 +9,8 @@ from tests.support.hubs import IDENTITY, HubBench, key_state
 
 from penstock.errors import ConfigError, PermissionDenied, UnknownMember
 from penstock.hub.auth import Auth, Caller
-from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Drain, HoldingState, Identity, UpstreamsRequest, WhyRequest
+from penstock_hub.directory import Directory
 
 WHOLE = ((0, 100),)
 OPERATOR = Caller(name="token:operator", is_operator=True)

@@ -8,9 +8,7 @@ from tests.support.hubs import IDENTITY, HubBench, key_state
 
 from penstock.errors import PermissionDenied, SourceBusy, UnknownMember
 from penstock.hub.auth import Caller
-from penstock.hub.directory import Directory
 from penstock.hub.job_state import JobState
-from penstock.hub.limits import LEAVES_AT_ONCE, MEMBER_BYTES
 from penstock.hub.messages import (
     Beat,
     ClaimRequest,
@@ -24,6 +22,8 @@ from penstock.hub.messages import (
     SyncState,
     UpstreamsRequest,
 )
+from penstock_hub.directory import Directory
+from penstock_hub.limits import LEAVES_AT_ONCE, MEMBER_BYTES
 
 FLOODING_CALLER, OTHER_CALLER = Caller(models=("other-*",), name="token:flood"), Caller(name="token:quiet")
 

@@ -19,10 +19,8 @@ pytest.importorskip("starlette")
 import uvicorn
 
 from penstock.errors import HubUnavailable, PermissionDenied
-from penstock.hub import page
 from penstock.hub.auth import Auth, Caller
 from penstock.hub.client import HubClient
-from penstock.hub.directory import Directory
 from penstock.hub.job_state import JobState, WorkerState
 from penstock.hub.messages import (
     Beat,
@@ -36,10 +34,12 @@ from penstock.hub.messages import (
     Status,
     SyncState,
 )
-from penstock.hub.page import FleetFeed, row_of, shares, totals
-from penstock.hub.routes import HubApp
-from penstock.hub.server import HubThread, bind
-from penstock.hub.store import MemoryStore
+from penstock_hub import page
+from penstock_hub.directory import Directory
+from penstock_hub.page import FleetFeed, row_of, shares, totals
+from penstock_hub.routes import HubApp
+from penstock_hub.server import HubThread, bind
+from penstock_hub.store import MemoryStore
 
 TOKEN, LIMITED = "a-token-of-this-hub", "a-token-for-one-model"
 ALL = Caller()

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub.messages import Fault
-from penstock.hub.routes import HubApp, RouteRefused
+from penstock_hub.routes import HubApp, RouteRefused
 
 COUNTED: list[int] = []
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.hub import store
-from penstock.hub.store import MemoryStore, RunningTimeClock
+from penstock_hub import store
+from penstock_hub.store import MemoryStore, RunningTimeClock
 
 
 def test_hub_resumed_after_suspension_keeps_its_members(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from tests.support.hubs import HubBench, key_state
 
-from penstock.hub import snapshot
-from penstock.hub.directory import Directory
-from penstock.hub.messages import Hello, UpstreamsReply, UpstreamsRequest, WhyRequest, follows_trees
-from penstock.hub.store import MemoryStore
-from penstock.plan.relay import Relay
-from penstock.plan.relay_parents import NUM_TREES, Node, Parents
+from penstock.hub.messages import NUM_TREES, Hello, UpstreamsReply, UpstreamsRequest, WhyRequest, follows_trees
+from penstock_hub import snapshot
+from penstock_hub.directory import Directory
+from penstock_hub.relay import Relay
+from penstock_hub.relay_parents import Node, Parents
+from penstock_hub.store import MemoryStore
 
 WHOLE = ((0, 100),)
 MEMBERS = [f"m{i}" for i in range(60)]

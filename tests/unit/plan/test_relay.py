@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.plan.relay import Relay
-from penstock.plan.relay_parents import CHUNKS_A_HOP, DEFAULT_CHILDREN, MAX_DEPTH, Node
+from penstock_hub.relay import Relay
+from penstock_hub.relay_parents import CHUNKS_A_HOP, DEFAULT_CHILDREN, MAX_DEPTH, Node
 
 CHUNKS = 100
 

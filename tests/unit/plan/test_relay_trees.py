@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.plan import relay, relay_parents
-from penstock.plan.relay import MIN_HOPS, Relay
-from penstock.plan.relay_parents import MAX_DEPTH, NUM_TREES, Node, Parents
+from penstock_hub import relay, relay_parents
+from penstock_hub.relay import MIN_HOPS, Relay
+from penstock_hub.relay_parents import MAX_DEPTH, NUM_TREES, Node, Parents
 
 CHUNKS = 7000
 

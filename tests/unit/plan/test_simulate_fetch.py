@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.fetcher import assignment, upstream
-from penstock.plan.relay_parents import CHUNKS_A_HOP
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.types import GB
 from penstock_convert.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
+from penstock_hub.relay_parents import CHUNKS_A_HOP
 from penstock_tools import simulate_fetch as module
 from penstock_tools.simulate_fetch import SimulatedFleet, simulate_fetch, step_bytes
 

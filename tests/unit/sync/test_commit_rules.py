@@ -12,8 +12,8 @@ import pytest
 
 from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision, SyncState
-from penstock.hub.snapshot import standing
 from penstock.sync.commit_rules import Ballot, DecisionReply, Undecided, learn, refusal
+from penstock_hub.snapshot import standing
 
 EPOCH, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")

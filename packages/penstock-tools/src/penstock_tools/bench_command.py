@@ -325,9 +325,9 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
 def private_hub(directory: str) -> Iterator[str]:
     """Run a hub only for this benchmark, and yield its URL."""
     from penstock.hub.auth import Auth
-    from penstock.hub.directory import Directory
-    from penstock.hub.server import HubThread, bind
-    from penstock.hub.store import MemoryStore
+    from penstock_hub.directory import Directory
+    from penstock_hub.server import HubThread, bind
+    from penstock_hub.store import MemoryStore
 
     url = f"unix://{directory}/hub.sock"
     hub = HubThread(Directory(MemoryStore(), beat_s=0.5, ttl_s=30.0, fresh=True), bind(url, Auth()))

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PlanError
-from penstock.plan.relay import Relay
-from penstock.plan.relay_parents import NUM_TREES, Node
+from penstock.hub.messages import NUM_TREES
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.types import GB, I64
 from penstock_convert.plan.cluster import Cluster, Rates, slowdowns
 from penstock_convert.plan.simulate import Prediction, Span, Stage, assumed, bottleneck
+from penstock_hub.relay import Relay
+from penstock_hub.relay_parents import Node
 from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
 
 PATIENCE_S = 0.5

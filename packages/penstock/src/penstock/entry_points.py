@@ -20,6 +20,7 @@ _EXTRA_OF = {
     "nixl": "nixl",
     "penstock_convert": "convert",
     "penstock_dcp": "dcp",
+    "penstock_hub": "hub",
     "prometheus_client": "metrics",
     "ray": "ray",
     "redis": "redis",
@@ -27,7 +28,7 @@ _EXTRA_OF = {
     "uvicorn": "hub",
 }
 """Maps the import name of each optional package to its extra."""
-_OWN = {"compile-cache", "convert", "dcp", "rl", "sglang", "tools", "transformers", "vllm"}
+_OWN = {"compile-cache", "convert", "dcp", "hub", "rl", "sglang", "tools", "transformers", "vllm"}
 """Extras that install other packages of this project."""
 
 

@@ -16,7 +16,7 @@ try:
     import typer
 
     from penstock import entry_points
-    from penstock.cli import checkpoints, doctor, fleet, hub, initialize, load, terminal
+    from penstock.cli import checkpoints, doctor, fleet, initialize, load, terminal
     from penstock.cli.terminal import FormatOption, OutputFormat, examples, write_fields, write_json
     from penstock.entry_points import install_hint, missing_extra
     from penstock.errors import ConfigError, MissingExtra, PenstockError
@@ -31,9 +31,11 @@ _EXTRA_OF = {
     "calibrate": "tools",
     "compile-cache": "compile-cache",
     "convert": "convert",
+    "hub": "hub",
     "plan": "tools",
     "run": "transformers",
     "simulate": "tools",
+    "ui": "hub",
 }
 """For each command from another package, the extra that installs the package, for the error if it is missing."""
 
@@ -95,8 +97,6 @@ for _name, _command, *_examples in (
         initialize.storage_initializer,
         "penstock storage-initializer s3://bucket/llama/ /mnt/models",
     ),
-    ("hub", hub.hub, "penstock hub --listen 0.0.0.0:7070 --token-file tokens --cert hub.pem --key hub.key"),
-    ("ui", hub.ui, "penstock ui --hub https://hub:7070 --token-file token"),
     ("status", fleet.status, "penstock status --watch 2", "penstock status llama --format json"),
     ("why", fleet.why, "penstock why llama"),
     ("drain", fleet.drain, "penstock drain 1bdacba8 --token-file operator.token"),

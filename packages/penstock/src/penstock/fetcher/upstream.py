@@ -24,10 +24,9 @@ from penstock.errors import (
 )
 from penstock.fetcher.report import why_command
 from penstock.holding.placement import decode_column, decode_digests, locate_rows
-from penstock.hub.messages import HoldingMap, Upstream
+from penstock.hub.messages import NUM_TREES, HoldingMap, Upstream
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights
-from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
 from penstock.timing import Timing
 from penstock.transport.choose import PeerLinks

@@ -1,7 +1,7 @@
-"""The directory service of a fleet: its state, its server and its client.
+"""The client of a fleet's hub, and what it shares with the hub, whose server is in the package `penstock_hub`.
 
-`directory` has the hub's logic on a `store`. `app` serves the hub over HTTP, with `auth` and `page`. `client` sends the
-requests. `local_hub` hosts the hub of one machine in a member's process. `messages` defines requests and responses.
+`client` sends the requests, and `messages` defines requests and responses. `local_hub` finds the hub of one host or
+hosts it in a member's process. `auth` checks callers, and `grants` signs and checks permissions to read.
 """
 
 from penstock.exports import MODULES, lazily

@@ -18,18 +18,16 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.errors import HubUnavailable
+from penstock.exports import lazily
 from penstock.hub.address import HubEndpoint
-from penstock.hub.auth import Auth
-from penstock.lifecycle import Closeable, paused_gc, release_after_fork
+from penstock.lifecycle import Closeable, release_after_fork
 from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
 
-if TYPE_CHECKING:
-    from penstock.hub.server import HubThread
-
+_SERVER = lazily(__name__, {"serve_in_thread": "penstock_hub.server"})
 BEAT_S = 0.5
 """Heartbeat interval in seconds. On one host a heartbeat takes negligible time, and a new hub knows all members after
 one interval."""
@@ -255,11 +253,11 @@ def own_address() -> str:
 
 
 class _HostedHub:
-    def __init__(self, number: int, lock: _LockFile, path: Path, hub: HubThread) -> None:
+    def __init__(self, number: int, lock: _LockFile, path: Path, stop_server: Callable[[], None]) -> None:
         self.number = number
         self._lock = lock
         self._path = path
-        self._hub = hub
+        self._stop_server = stop_server
 
     @classmethod
     def start(cls, directory: Path, number: int, lock: _LockFile, *, fresh: bool) -> _HostedHub:
@@ -268,30 +266,21 @@ class _HostedHub:
         # Use a temporary name until the hub is ready, because a client connects as soon as it sees the path.
         draft = directory / f"new-{number}.sock"
         path.unlink(missing_ok=True)
-        # Most members never host a hub, so import the server here. See `exports.lazily` for the garbage collection.
-        with paused_gc():
-            from penstock.hub.directory import Directory
-            from penstock.hub.server import HubThread, bind
-            from penstock.hub.store import MemoryStore, RunningTimeClock
-
-            # The process also does other work and may be stopped for longer than `TTL_S`. With a wall clock all
-            # members would then expire.
-            store = MemoryStore(RunningTimeClock(most_s=2 * BEAT_S))
-            logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
-            hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
+        # Most members never host a hub, so only the process that hosts one imports the server.
+        serve = _SERVER("serve_in_thread")
+        stop_server = serve(f"unix://{draft}", seed=_seed(directory), fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S)
         try:
-            hub.start()
             draft.rename(path)
         except BaseException:
-            hub.stop()
+            stop_server()
             raise
         _sweep(directory, number)
-        return cls(number, lock, path, hub)
+        return cls(number, lock, path, stop_server)
 
     def stop(self) -> None:
         """Remove the socket's file, so that no client connects. Then stop the hub and release the lock."""
         self._path.unlink(missing_ok=True)
-        self._hub.stop()
+        self._stop_server()
         # The next process starts its hub when it gets the lock, so release the lock last.
         self._lock.close()
 

@@ -19,7 +19,6 @@ from penstock.hub.address import PEER_URL_PATTERN
 from penstock.hub.job_state import JobState
 from penstock.hub.summary import summary_of
 from penstock.phases import Boot
-from penstock.plan.relay_parents import NUM_TREES
 from penstock.report import Readable
 from penstock.types import DType, TensorTable
 
@@ -78,6 +77,10 @@ def sync_key(name: str) -> str:
     # The prefix separates the keys of syncs from the keys of holdings.
     return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
 
+
+NUM_TREES = 2
+"""Number of trees that a relay may have. Chunk c is sent in tree c % 2, so a member with two children sends one copy in
+total."""
 
 # 1.0 announced no version. 2 replaced grants that expire on the hub's clock with grants for the source's epoch. 2.1
 # signs the digests in logs. 2.2 sends the version in every request to a hub, and reports the phases of a start in

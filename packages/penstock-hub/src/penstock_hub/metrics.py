@@ -8,16 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from penstock.entry_points import install_hint
-from penstock.errors import MissingExtra
-from penstock.hub.auth import Caller
-from penstock.hub.directory import Directory
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-try:
-    from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-except ImportError as error:
-    raise MissingExtra("the hub needs prometheus-client", hint=install_hint("hub")) from error
+from penstock.hub.auth import Caller
+from penstock_hub.directory import Directory
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 
 from penstock.hub.messages import Identity, WhyRequest
-from penstock.hub.snapshot import HoldingEntry, HubSnapshot, SyncEntry
-from penstock.plan.relay import TREE_NAMES
+from penstock_hub.relay import TREE_NAMES
+from penstock_hub.snapshot import HoldingEntry, HubSnapshot, SyncEntry
 
 # A fleet of 1,000 members would fill a terminal with a line for each pair. The limit also limits the response's size.
 _MAX_LINES = 200

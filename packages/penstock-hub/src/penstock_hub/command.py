@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from penstock.cli.terminal import Hub, TokenFile, connection_of, note, option
+from penstock.cli.terminal import Hub, TokenFile, connection_of, examples, note, option
 
 
 def hub(
@@ -42,10 +42,10 @@ def hub(
     The hub knows the members, their models and their readers. Weights never pass through the hub.
     """
     from penstock.hub.auth import Auth
-    from penstock.hub.directory import Directory
     from penstock.hub.local_hub import own_address
-    from penstock.hub.server import run_hub
-    from penstock.hub.store import MemoryStore, RedisStore, Store
+    from penstock_hub.directory import Directory
+    from penstock_hub.server import run_hub
+    from penstock_hub.store import MemoryStore, RedisStore, Store
 
     _log(audit, audit_file)
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
@@ -68,7 +68,7 @@ def ui(
 ) -> None:
     """Serve the fleet page on loopback. Print the page's address for a browser, and serve the page until Ctrl-C."""
     from penstock.hub.client import HubClient, resolve_connection
-    from penstock.hub.server import run_page
+    from penstock_hub.server import run_page
 
     connection = resolve_connection(connection_of(hub, token_file))
     with HubClient.connect(connection.hub, connection.token) as client:
@@ -116,7 +116,7 @@ def _log(audit: bool, audit_file: Path | None) -> None:
 
     Raise ConfigError if the file is not writable.
     """
-    from penstock.hub.audit import audit_handler
+    from penstock_hub.audit import audit_handler
 
     # Only commands configure logging. As a library, Penstock does not configure it.
     handler = logging.StreamHandler(sys.stderr)
@@ -129,3 +129,14 @@ def _log(audit: bool, audit_file: Path | None) -> None:
     for path in ([None] if audit else []) + ([audit_file] if audit_file is not None else []):
         audited.addHandler(audit_handler(path))
         audited.setLevel(logging.INFO)
+
+
+def add_hub(commands: typer.Typer) -> None:
+    """Add `penstock hub`."""
+    example = "penstock hub --listen 0.0.0.0:7070 --token-file tokens --cert hub.pem --key hub.key"
+    commands.command("hub", epilog=examples(example))(hub)
+
+
+def add_ui(commands: typer.Typer) -> None:
+    """Add `penstock ui`."""
+    commands.command("ui", epilog=examples("penstock ui --hub https://hub:7070 --token-file token"))(ui)

@@ -19,21 +19,16 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
-from penstock.entry_points import install_hint
-from penstock.errors import MissingExtra, PenstockError
+from penstock.errors import PenstockError
 from penstock.hub.auth import Caller
 from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Status, SyncState
-from penstock.hub.routes import HubApp
 from penstock.logs import log_named
 from penstock.net.shares import Shares
-
-try:
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
-    from starlette.responses import Response, StreamingResponse
-except ImportError as error:
-    raise MissingExtra("the fleet page needs Starlette", hint=install_hint("hub")) from error
+from penstock_hub.routes import HubApp
 
 INTERVAL_S = 1.0
 """Seconds between two reads of the status while there are viewers."""
@@ -312,7 +307,7 @@ async def keep_sampling(feed: FleetFeed) -> None:
 
 def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:
     """Add the page's files and its stream to an app. `caller_of` authenticates a request or raises an error."""
-    assets = files("penstock.hub") / "assets"
+    assets = files("penstock_hub") / "assets"
     viewers = Shares[object](MAX_VIEWERS)
 
     async def index(_: Request) -> Response:

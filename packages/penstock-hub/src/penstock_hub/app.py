@@ -11,33 +11,26 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
 
-from penstock.entry_points import install_hint
-from penstock.errors import MALFORMED, HubUnavailable, MissingExtra
+from penstock.errors import MALFORMED, HubUnavailable
 from penstock.hub import messages
-from penstock.hub.audit import CALLER, stranger
 from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
-from penstock.hub.connection import UNAUTHORIZED
-from penstock.hub.directory import Directory
 from penstock.hub.job_state import JobState
-from penstock.hub.routes import Handler, HubApp, Lifespan, RouteRefused
-from penstock.hub.store import MemoryStore
 from penstock.logs import log_named
 from penstock.units import MIB
-
-try:
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
-    from starlette.responses import Response
-except ImportError as error:
-    raise MissingExtra(f"the hub needs Starlette, whose import failed: {error}", hint=install_hint("hub")) from error
-
-if TYPE_CHECKING:
-    from penstock.hub.metrics import Metrics
-
+from penstock_hub.audit import CALLER, stranger
+from penstock_hub.connection import UNAUTHORIZED
+from penstock_hub.directory import Directory
+from penstock_hub.metrics import Metrics
+from penstock_hub.page import FleetFeed, add_page, keep_sampling
+from penstock_hub.routes import Handler, HubApp, Lifespan, RouteRefused
+from penstock_hub.store import MemoryStore
 
 MAX_BODY_BYTES = 8 * MIB
 """Enough for a heartbeat with 1,024 holdings of a few hundred ranges each, which takes tens of milliseconds to
@@ -137,14 +130,7 @@ OPERATIONS = (
 
 
 def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
-    """Create the hub's app. The default authentication admits every caller, so the socket itself must be private.
-
-    Raises:
-        MissingExtra: Starlette or prometheus-client is not installed.
-    """
-    from penstock.hub.metrics import Metrics
-    from penstock.hub.page import FleetFeed, add_page, keep_sampling
-
+    """Create the hub's app. The default authentication admits every caller, so the socket itself must be private."""
     auth = auth or Auth()
     metrics = Metrics(directory)
     feed = FleetFeed(directory.status, on_gone=directory.record_lost)
@@ -179,9 +165,7 @@ class MemberClient(Protocol):
 
 
 def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
-    """Create an app that serves the fleet page and forwards its user's requests to the hub. Raise MissingExtra."""
-    from penstock.hub.page import FleetFeed, add_page, keep_sampling
-
+    """Create an app that serves the fleet page and forwards its user's requests to the hub."""
     feed = FleetFeed(hub.status)
     app = HubApp(_running(lambda: keep_sampling(feed)))
     add_page(app, feed, lambda request: _check_caller(request, auth))

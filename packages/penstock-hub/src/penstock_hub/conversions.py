@@ -7,8 +7,8 @@ import msgspec
 from penstock.errors import PlanError, SourceBusy
 from penstock.hub.job_state import JobState
 from penstock.hub.messages import JobStatus
-from penstock.hub.store import Store
 from penstock.net.shares import Shares
+from penstock_hub.store import Store
 
 JOB_TTL_S = 3600.0
 """Seconds after its last report for which a conversion is shown. The page's charts cover the same time."""

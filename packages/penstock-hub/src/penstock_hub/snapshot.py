@@ -30,14 +30,14 @@ import numpy as np
 
 from penstock.errors import PermissionDenied
 from penstock.hub import messages
-from penstock.hub.conversions import jobs_of
-from penstock.hub.failures import failures_of
 from penstock.hub.grants import GrantSigner
-from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.phases import Boot
-from penstock.plan.relay import Relay
-from penstock.plan.relay_parents import DISTRUST, Node
 from penstock.types import Bools
+from penstock_hub.conversions import jobs_of
+from penstock_hub.failures import failures_of
+from penstock_hub.relay import Relay
+from penstock_hub.relay_parents import DISTRUST, Node
+from penstock_hub.store import ABSENT, Store, StoreEntry
 
 T = TypeVar("T")
 # A snapshot that takes at most this many seconds is made for every request, which suffices for a few dozen members.

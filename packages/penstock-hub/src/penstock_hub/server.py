@@ -17,25 +17,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvicorn
 
 from penstock import descriptors
-from penstock.entry_points import install_hint
-from penstock.errors import ConfigError, HubUnavailable, MissingExtra
+from penstock.errors import ConfigError, HubUnavailable
 from penstock.hub.auth import Auth
-from penstock.hub.directory import Directory
 from penstock.lifecycle import release_after_fork
 from penstock.logs import log_named
 from penstock.net.admission import Admission, ConnectionLimits
 from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 from penstock.net.unix_sockets import connect_unix
 from penstock.waits import start_thread
-
-if TYPE_CHECKING:
-    import uvicorn
-
-    from penstock.hub.app import MemberClient
-    from penstock.hub.routes import HubApp
+from penstock_hub.app import MemberClient, create_app, create_page_app
+from penstock_hub.connection import protocol_for
+from penstock_hub.directory import Directory
+from penstock_hub.routes import HubApp
+from penstock_hub.store import MemoryStore, RunningTimeClock
 
 # Deadline for a start. Importing Starlette and uvicorn on a busy machine takes some seconds.
 _START_S = 20.0
@@ -150,13 +149,6 @@ def _refusal(auth: Auth) -> bytes:
 
 def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
     """Return a server for a listener. The server is not started yet."""
-    # Every member imports this module for its local hub, and most members never host one, so import uvicorn here.
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtra("the hub needs uvicorn", hint=install_hint("hub")) from error
-    from penstock.hub.connection import protocol_for
-
     app = make_app()
     config = uvicorn.Config(
         app,
@@ -213,12 +205,6 @@ def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListene
     return Server(config)
 
 
-def _hub_app(directory: Directory, auth: Auth) -> HubApp:
-    from penstock.hub.app import create_app  # imports Starlette
-
-    return create_app(directory, auth)
-
-
 def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> None:
     """Serve the fleet page on loopback until SIGINT or SIGTERM, for a browser that cannot connect to the hub.
 
@@ -229,7 +215,6 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
 
     Raises:
         ConfigError: the port is in use.
-        MissingExtra: a package is not installed.
     """
     # Every user of this host can connect to loopback, so the page requires a token.
     with tempfile.TemporaryDirectory() as directory:
@@ -237,13 +222,7 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
         token_file = Path(directory) / "token"
         token_file.write_text(f"{token}\n", encoding="utf-8")
         auth = Auth.of(token_file=token_file)
-
-        def create() -> HubApp:
-            from penstock.hub.app import create_page_app
-
-            return create_page_app(hub, auth)
-
-        _run(create, f"127.0.0.1:{port}", auth, ready=lambda url: ready(f"{url}/#{token}"))
+        _run(lambda: create_page_app(hub, auth), f"127.0.0.1:{port}", auth, ready=lambda url: ready(f"{url}/#{token}"))
 
 
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
@@ -253,10 +232,9 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
 
     Raises:
         ConfigError: the address or a certificate is wrong.
-        MissingExtra: a package is not installed.
     """
     auth = auth or Auth()
-    _run(lambda: _hub_app(directory, auth), listen, auth, ready=ready)
+    _run(lambda: create_app(directory, auth), listen, auth, ready=ready)
 
 
 def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Callable[[str], None]) -> None:
@@ -299,6 +277,28 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
 _CLOSED_IN_CHILDREN = release_after_fork(GuardedListener.close)
 
 
+def serve_in_thread(listen: str, *, seed: bytes, fresh: bool, beat_s: float, ttl_s: float) -> Callable[[], None]:
+    """Start a hub with a directory in memory in a thread of this process, and return the function that stops it.
+
+    Args:
+        listen: as for `bind`. The address must be a Unix socket, because the hub admits every caller.
+        seed: key with which the hub signs grants.
+        fresh: whether no member has reached an earlier hub, so that there are no reports to wait for.
+        beat_s: heartbeat interval of members in seconds.
+        ttl_s: seconds without a heartbeat after which a member is lost.
+    """
+    # The process also does other work and may be stopped for longer than `ttl_s`. With a wall clock all members would
+    # then expire.
+    store = MemoryStore(RunningTimeClock(most_s=2 * beat_s))
+    hub = HubThread(Directory(store, fresh=fresh, beat_s=beat_s, ttl_s=ttl_s, seed=seed), bind(listen, Auth()))
+    try:
+        hub.start()
+    except BaseException:
+        hub.stop()
+        raise
+    return hub.stop
+
+
 class HubThread:
     """A hub that runs in a thread of this process and owns its listening socket."""
 
@@ -317,7 +317,7 @@ class HubThread:
         self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
         _CLOSED_IN_CHILDREN.add(self._listener)
         try:
-            self._server = _server(lambda: _hub_app(directory, auth), auth, self._listener)
+            self._server = _server(lambda: create_app(directory, auth), auth, self._listener)
         except BaseException:
             self._listener.close()
             raise

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from zlib import crc32
 
-from penstock.plan.relay_parents import (
+from penstock_hub.relay_parents import (
     CHUNKS_A_HOP,
     SCANNED,
     Chains,

@@ -15,20 +15,21 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
-from penstock.hub import messages, snapshot
+from penstock.hub import messages
 from penstock.hub.address import parse_peer_url
 from penstock.hub.auth import ANYBODY, TOKEN_CALLER, Caller
-from penstock.hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
-from penstock.hub.complaints import record_complaint
-from penstock.hub.conversions import record_job
-from penstock.hub.explain import explain_lines
-from penstock.hub.failures import record_failed_calls, record_lost
 from penstock.hub.grants import GrantSigner
 from penstock.hub.job_state import JobState
-from penstock.hub.limits import CLAIMS_TTL_S, Capacity, Limits, remove_member
-from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
 from penstock.waits import jitter
+from penstock_hub import snapshot
+from penstock_hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
+from penstock_hub.complaints import record_complaint
+from penstock_hub.conversions import record_job
+from penstock_hub.explain import explain_lines
+from penstock_hub.failures import record_failed_calls, record_lost
+from penstock_hub.limits import CLAIMS_TTL_S, Capacity, Limits, remove_member
+from penstock_hub.store import ABSENT, Store, StoreEntry
 
 # Seconds added to a heartbeat interval, so that members that could not reach the hub have time to retry.
 _ANNOUNCE_S = 1.0

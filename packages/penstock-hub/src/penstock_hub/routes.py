@@ -10,11 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
 import msgspec
+from starlette.datastructures import URL
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
-from penstock.entry_points import install_hint
 from penstock.errors import (
     HubUnavailable,
-    MissingExtra,
     PenstockError,
     PermissionDenied,
     PlanError,
@@ -23,15 +26,6 @@ from penstock.errors import (
 )
 from penstock.hub.messages import Fault
 from penstock.logs import log_named
-
-try:
-    from starlette.datastructures import URL
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import PlainTextResponse, RedirectResponse, Response
-    from starlette.routing import Router
-    from starlette.types import Receive, Scope, Send
-except ImportError as error:
-    raise MissingExtra(f"the hub needs Starlette, whose import failed: {error}", hint=install_hint("hub")) from error
 
 _log = log_named("penstock.hub")
 Handler = Callable[[Request], Awaitable[Response]]

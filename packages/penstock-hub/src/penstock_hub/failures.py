@@ -8,8 +8,8 @@ import msgspec
 
 from penstock.hub.auth import Caller
 from penstock.hub.messages import FailureReport, FleetFailure, Hello, MemberStatus
-from penstock.hub.store import Store
 from penstock.net.shares import Shares
+from penstock_hub.store import Store
 
 FAILURE_TTL_S = 3600.0
 """Seconds for which a failure is shown. The page's charts cover the same time."""

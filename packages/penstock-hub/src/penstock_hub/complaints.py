@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from penstock.hub.messages import FaultReport
-from penstock.hub.snapshot import COMPLAINT_DECODER, ComplaintEntry
-from penstock.hub.store import Store
+from penstock_hub.snapshot import COMPLAINT_DECODER, ComplaintEntry
+from penstock_hub.store import Store
 
 # Seconds after which an unreachable holder is retried.
 COMPLAINT_TTL_S = 30.0

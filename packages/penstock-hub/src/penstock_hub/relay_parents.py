@@ -9,15 +9,14 @@ from math import sqrt
 
 import msgspec
 
+from penstock.hub.messages import NUM_TREES
+
 MAX_DEPTH = 32
 """Depth at which a chain below a complete holder ends, so that the holder gets a second chain, even for little data. A
 slow member slows down all members below it. Source: docs/design/fetch.md."""
 CHUNKS_A_HOP = 44
 """Delay of one hop (15 ms), expressed in chunks at 50 GB/s. On slower links a hop delays by fewer chunks. Source:
 benchmarks/results/cpu2_202611/simulate.md."""
-NUM_TREES = 2
-"""Number of trees that a relay may have. Chunk c is sent in tree c % 2, so a member with two children sends one copy in
-total."""
 RACK_HOPS = 2
 """A parent in the same rack may be this many hops deeper than the best parent elsewhere. A larger value would form a
 chain of racks."""

@@ -13,12 +13,12 @@ import msgspec
 
 from penstock.errors import SourceBusy
 from penstock.hub.auth import RateLimit
-from penstock.hub.complaints import COMPLAINTS_AT_ONCE, COMPLAINTS_PER_S
 from penstock.hub.messages import Beat, sync_key
-from penstock.hub.snapshot import DECISION_TTL_S, MEMBER_DECODER, MemberEntry
-from penstock.hub.store import Store
 from penstock.net.shares import Shares
 from penstock.units import MIB
+from penstock_hub.complaints import COMPLAINTS_AT_ONCE, COMPLAINTS_PER_S
+from penstock_hub.snapshot import DECISION_TTL_S, MEMBER_DECODER, MemberEntry
+from penstock_hub.store import Store
 
 MEMBER_BYTES = 32 << 10
 """Minimum weight of a member."""
