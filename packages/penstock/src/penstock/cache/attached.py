@@ -41,8 +41,8 @@ from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import Hello, HoldingMap, HoldingState, LogReply, UpstreamsRequest
 from penstock.lifecycle import Closeable
-from penstock.loader.into import Place, places_of
 from penstock.loader.session import resolve_device
+from penstock.loader.target_tensors import Place, places_of
 from penstock.loader.tensor import as_tensors
 from penstock.memory.local_shards import is_sharded
 from penstock.memory.targets import require_initialised, sources_differ

@@ -25,7 +25,7 @@ from penstock.holding.placement import device_id
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
-from penstock.loader.into import own_state
+from penstock.loader.target_tensors import own_state
 from penstock.memory.arena import needed_bytes
 from penstock.net.unix_sockets import private_directory, private_socket_fault
 from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query

@@ -32,9 +32,9 @@ from penstock.fetcher.report import why_command
 from penstock.holding.weight_layout import WeightLayout, from_message, layout_of_tensors, revision_of
 from penstock.hub.messages import HoldingState, Identity
 from penstock.lifecycle import paused_gc
-from penstock.loader.into import targets_of
 from penstock.loader.match import match_targets, require_whole
 from penstock.loader.session import LoadSession, ReadOptions
+from penstock.loader.target_tensors import targets_of
 from penstock.loader.tensor import as_tensor, as_tensors, torch_dtype, torch_shape
 from penstock.logs import log_named
 from penstock.memory.arena import Arena, needed_bytes

@@ -29,9 +29,9 @@ from penstock.holding.weight_layout import layout_of_tensors
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
 from penstock.lifecycle import paused_gc
-from penstock.loader.into import targets_of
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.session import resolve_device
+from penstock.loader.target_tensors import targets_of
 from penstock.logs import Log, log_named
 from penstock.memory.targets import note_written
 from penstock.peer.local_weights import LocalWeights

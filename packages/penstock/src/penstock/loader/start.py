@@ -18,24 +18,23 @@ from penstock.config import ReadSettings
 from penstock.errors import Cancelled, ConfigError, DestinationError, OperationFailed, PenstockError
 from penstock.interrupts import deferred
 from penstock.lifecycle import Closeable, is_ending
-from penstock.loader.into import (
-    Place,
-    device_of,
-    fill,
-    filled_of,
-    marks_target,
-    members_in,
-    memory_of,
-    own_state,
-    require_no_copies,
-    targets_of,
-)
+from penstock.loader.into import fill, marks_target
 from penstock.loader.load import open_session, settings_without_arena
 from penstock.loader.match import Cast, Matched, Rename, match_targets, place_of, require_cast
 from penstock.loader.pending import LazyParameter
 from penstock.loader.progress import ProgressOption
 from penstock.loader.report import LoadReport
 from penstock.loader.session import LoadSession, ReadOptions
+from penstock.loader.target_tensors import (
+    Place,
+    device_of,
+    filled_of,
+    members_in,
+    memory_of,
+    own_state,
+    require_no_copies,
+    targets_of,
+)
 from penstock.storage.weight_set import Names, Uris, nothing_to_verify
 from penstock.telemetry.journey import Journey
 from penstock.waits import start_thread

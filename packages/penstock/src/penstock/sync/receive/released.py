@@ -24,7 +24,6 @@ from penstock.errors import (
     SourceError,
     StaleDescriptor,
 )
-from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
@@ -56,6 +55,9 @@ class StoredVersion:
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and tensors. Tensors from a URI are on `device`."""
         if isinstance(self.weights, str):
+            # Most subscribers read no storage, so import the loader here.
+            from penstock.loader.load import stream
+
             with stream(self.weights, device) as tensors:
                 yield from tensors
         else:

@@ -19,7 +19,7 @@ import torch
 
 from penstock.errors import PlanError, printable
 from penstock.hub.messages import layout_digest
-from penstock.loader.into import targets_of
+from penstock.loader.target_tensors import targets_of
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import Arena, needed_bytes
 from penstock.memory.targets import tied_targets
