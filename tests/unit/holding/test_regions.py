@@ -16,7 +16,7 @@ from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.protocol import Memory, decode
 from penstock.transport.storages import TorchStorage
 
-SIZES = (4096, 0, 512)
+SIZES = (1 << 16, 0, 512)
 
 
 @pytest.fixture(params=["shm", "http"])

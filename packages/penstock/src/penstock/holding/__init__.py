@@ -1,6 +1,7 @@
 """What a process holds for others: memory regions, their registrations with transports, and the digests of their bytes.
 
 - `regions` registers memory with transports, and fences and closes the registrations.
+- `holding` adds a generation, a fence, and the readers that wait for bytes.
 - `digester` computes digests of strips in a region, on the region's device.
 - `weight_layout` is the layout of a fetch: tensors sorted by name and divided into chunks, and its messages.
 - `placement` finds the region and the offset of each row, in this process and at a peer.

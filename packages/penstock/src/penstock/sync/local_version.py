@@ -20,6 +20,7 @@ from penstock.cuda.events import record_events
 from penstock.digest.strip import Strips
 from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, PlanError, StaleDescriptor
 from penstock.holding.digester import PrecomputedDigests
+from penstock.holding.holding import Holding
 from penstock.holding.regions import VersionRegions, locate
 from penstock.hub.messages import FleetDecision, prepare
 from penstock.plan.layout import Layout
@@ -91,11 +92,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ready rows in this version, which grows while the source makes progress."""
 
 
-class LocalVersion:
+class LocalVersion(Holding):
     """The memory of one rank and its version, which is None between a fence and the next `begin`. Thread-safe.
 
     The owner of the memory calls `fence`, `begin` and `ready`. Server threads call the remaining methods.
     """
+
+    regions: VersionRegions
 
     def __init__(
         self,
@@ -109,18 +112,14 @@ class LocalVersion:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
             raise PlanError(f"the layout of {layout.member} describes different regions from its memory")
+        super().__init__(VersionRegions(memories, links, precomputed=precomputed))
         self.layout = layout
-        self.regions = VersionRegions(memories, links, precomputed=precomputed)
         self.packer = Packer(links, pack_bytes) if pack_bytes else None
         self.version: int | None = None
         self.metadata: Mapping[str, str] = {}
-        # Counts fences. The same version may begin again after a fence, but a read across the fence is invalid.
-        self.generation = 0
-        self.changed = threading.Condition()
         self._rows = _RowSpans(layout)
         self._is_ready = np.zeros(len(layout.names), bool)
         self._not_ready: I64 = np.zeros(0, np.int64)
-        self._waiting: list[_Waiting] = []
         self._events: list[torch.cuda.Event] = []
         self._is_closed = False
 
@@ -131,22 +130,18 @@ class LocalVersion:
 
     def fence(self) -> None:
         """Make every map stale, and end the version. Call this before any byte changes."""
-        with self.changed:
+        with self.lock:
             self._check_open()
-            # Fence the descriptors first, because a transport checks the generation after the bytes have arrived.
-            self.regions.fence()
+            super().fence()
             if self.packer is not None:
                 self.packer.fence()
-            self.generation += 1
             self.version = None
             self._is_ready[:] = False
             self._events.clear()
-            # Wake waiting threads, so that they raise StaleDescriptor now and not at their deadline.
-            self._wake_all()
 
     def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
         """Begin a version without ready rows. Raise PlanError unless the previous version was fenced."""
-        with self.changed:
+        with self.lock:
             self._check_open()
             if self.version is not None:
                 message = f"cannot begin version {version}, because the memory still has version {self.version}"
@@ -154,14 +149,14 @@ class LocalVersion:
             self.version = version
             self.metadata = dict(metadata or {})
             self._count()
-            self.changed.notify_all()
+            self.wake()
 
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
         """Let readers read `rows`, which are filled. None means all rows.
 
         Unless `is_written` is set, readers wait for the kernels queued on the current stream.
         """
-        with self.changed:
+        with self.lock:
             self._check_open()
             if self.version is None:
                 raise PlanError("cannot mark rows as ready, because no version was begun", hint="call begin() first")
@@ -171,15 +166,13 @@ class LocalVersion:
                 self._events = [pending for pending in self._events if not pending.query()]
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
-            for waiting in self._waiting:
-                if not waiting.woken.is_set() and self._are_ready(waiting.spans):
-                    waiting.woken.set()
+            self.wake()
 
     def settle(self, stall_s: float) -> None:
         """Wait until the kernels that fill the ready rows have finished, or for `stall_s` seconds."""
         deadline = time.monotonic() + stall_s
         while time.monotonic() < deadline:
-            with self.changed:
+            with self.lock:
                 if all(event.query() for event in self._events):
                     return
             time.sleep(_NAP_S)
@@ -190,7 +183,7 @@ class LocalVersion:
 
     def map(self) -> VersionMap:
         """Return the map with which peers read this generation. Raise StaleDescriptor if there is no version."""
-        with self.changed:
+        with self.lock:
             self._check_open()
             if self.version is None:
                 raise StaleDescriptor("this rank currently has no version", uri=self.layout.member)
@@ -215,7 +208,7 @@ class LocalVersion:
         num_ready = self.num_ready
         # Do not hold the lock, because a fence must not wait for digests. After a fence, the check below fails.
         digests = self.regions.digests(strips, after=events)
-        with self.changed:
+        with self.lock:
             self._check(version, generation)
         return Answer(digests=digests, num_ready=num_ready)
 
@@ -242,7 +235,7 @@ class LocalVersion:
             return PackReply(progress=self._progress(packer), is_full=True)
         try:
             packer.fill(buffer, memory, strips.shifted(-self.regions.first[region[0]]), events)
-            with self.changed:
+            with self.lock:
                 # Check and grant under one lock, so that no lease is granted after a fence has ended all leases.
                 self._check(version, generation)
                 regions, lease = packer.grant(buffer)
@@ -265,29 +258,16 @@ class LocalVersion:
     def _wait_ready(
         self, strips: Strips, version: int, generation: int, deadline: float
     ) -> tuple[torch.cuda.Event, ...] | None:
-        with self.changed:
+        with self.lock:
             self._check(version, generation)
             if not self._not_ready[-1] or self._are_ready(spans := self._rows.spans(strips)):
                 return tuple(self._events)
-            waiting = _Waiting(spans)
-            self._waiting.append(waiting)
-        try:
-            waiting.woken.wait(max(0.0, deadline - time.monotonic()))
-        finally:
-            with self.changed:
-                self._waiting.remove(waiting)
-        with self.changed:
+            self.wait_until(lambda: generation != self.generation or self._are_ready(spans), deadline)
             self._check(version, generation)
             return tuple(self._events) if self._are_ready(spans) else None
 
     def _are_ready(self, spans: tuple[I64, I64]) -> bool:
         return not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any()
-
-    def _wake_all(self) -> None:
-        """Wake every waiting thread. The caller holds the lock."""
-        for waiting in self._waiting:
-            waiting.woken.set()
-        self.changed.notify_all()
 
     def _check(self, version: int, generation: int) -> None:
         self._check_open()
@@ -301,22 +281,13 @@ class LocalVersion:
             raise StaleDescriptor("this rank stopped serving its memory", uri=self.layout.member)
 
     def close(self) -> None:
-        """Close the registrations without freeing the memory, which belongs to its owner. Idempotent."""
-        with self.changed:
+        """See `Holding.close`. Later calls of other methods raise StaleDescriptor."""
+        with self.lock:
             self._is_closed = True
             self.version = None
-            self.generation += 1
-            self._wake_all()
+        super().close()
         if self.packer is not None:
             self.packer.close()
-        self.regions.close()
-
-
-class _Waiting(msgspec.Struct, eq=False):
-    """A waiting thread with its own event. If every batch woke all threads, they would contend for the GIL."""
-
-    spans: tuple[I64, I64]
-    woken: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class _RowSpans:

@@ -163,14 +163,16 @@ class SyncHandler(msgspec.Struct, eq=False, dict=True):
         self.check()
         served = self._served()
         deadline = time.monotonic() + wait_s
-        with served.changed:
+        with served.lock:
             while served.version is None or served.version < version:
                 if self.version_status.is_past(version):
                     break
-                if (left := deadline - time.monotonic()) <= 0:
+                if (now := time.monotonic()) >= deadline:
                     raise NotFound(f"this member has not begun version {version} yet")
                 # The version status has a separate condition variable, so check it ten times a second.
-                served.changed.wait(min(left, 0.1))
+                served.wait_until(
+                    lambda: served.version is not None and served.version >= version, min(deadline, now + 0.1)
+                )
             # Hold the lock, so that no fence happens between the check above and reading the map.
             version_map = served.map()
         if version_map.version != version:
