@@ -86,7 +86,7 @@ def test_corrupt_device_memory_is_reloaded_before_attach(llama, allocated, monke
     with monkeypatch.context() as patched, ps.cache.WeightCache(device="cuda:0") as keeper:
         patched.setattr(LocalWeights, "spot_check", lambda self, chance: None)
         keeper.keep("llama", llama)
-        keeper.member.weights[0].rows[-1][-1] ^= 1
+        keeper.member.weights[0].memory.rows[-1][-1] ^= 1
         with ps.cache.attach("llama", verify=False) as attached:
             assert not attached.report.verified
             with pytest.raises(AssertionError):
@@ -105,7 +105,7 @@ def test_cache_detects_flipped_bit_in_device_memory(llama, allocated) -> None:
     with ps.cache.WeightCache(device="cuda:0") as keeper:
         keeper.keep("llama", llama)
         attached = ps.cache.attach("llama")
-        for row in keeper.member.weights[0].rows:
+        for row in keeper.member.weights[0].memory.rows:
             row[:1] ^= 1
         deadline = time.monotonic() + 60
         while attached.lease_state != "damaged":

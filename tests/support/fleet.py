@@ -206,15 +206,15 @@ def slow_storage(pause_s: float) -> None:
 
 def slow_digests(pause_s: float) -> None:
     """Add a pause to every digest of chunks in this process."""
-    from penstock.peer import local_weights
+    from penstock.holding import placement
 
-    digest = local_weights.LocalWeights.digest
+    digest = placement.PlacedChunks.digest
 
-    def slow(self: local_weights.LocalWeights, chunks: I64) -> U64:
+    def slow(self: placement.PlacedChunks, chunks: I64) -> U64:
         time.sleep(pause_s)
         return digest(self, chunks)
 
-    vars(local_weights)["LocalWeights"].digest = slow
+    vars(placement)["PlacedChunks"].digest = slow
 
 
 def _work(task: Task) -> None:

@@ -331,7 +331,7 @@ def test_attach_to_corrupt_cache_without_engine_raises(monkeypatch: pytest.Monke
         ps.cache.cache_parameters(make_model(), "finished").close()
         gc.collect()
         (weights,) = keeper.member.weights
-        weights.rows[0][0] ^= 1
+        weights.memory.rows[0][0] ^= 1
         with pytest.raises(ps.PenstockError):
             ps.cache.attach("finished", timeout_s=0.2)
         deadline = time.monotonic() + 30
@@ -469,7 +469,7 @@ def test_corrupt_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatc
     with ps.cache.WeightCache(accept=True) as keeper:
         from_pretrained(auto, directory, weight_cache=True)
         gc.collect()
-        keeper.member.weights[0].rows[0][0] ^= 1
+        keeper.member.weights[0].memory.rows[0][0] ^= 1
         # The cache first searches for another source, which may be this process.
         for _ in range(2):
             state = from_pretrained(auto, directory, weight_cache=True).state_dict()

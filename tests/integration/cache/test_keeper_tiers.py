@@ -65,7 +65,7 @@ def wait_until(condition, timeout_s: float = 20.0) -> None:
 def test_model_is_demoted_and_promoted_without_source(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", models["a"])
-        memory = weakref.ref(shared_at(keeper.member.weights[0].place.regions[0].address, 1))
+        memory = weakref.ref(shared_at(keeper.member.weights[0].regions.memories[0].address, 1))
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
         assert memory() is None, "the memory must be released"
@@ -181,7 +181,7 @@ def test_changed_source_is_not_loaded(models, wanted, tmp_path) -> None:
 def test_corrupt_memory_is_reloaded_before_demotion(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
-        for row in keeper.member.weights[0].rows:
+        for row in keeper.member.weights[0].memory.rows:
             row[:1] ^= 1
         wait_until(lambda: keeper.models()[0].num_reloads == 1)  # each heartbeat checks a chunk
         assert tiers(keeper) == {"a": "host"}
@@ -198,7 +198,7 @@ def test_corrupt_memory_without_source_is_not_demoted(models, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", source)
         shutil.rmtree(source)
-        for row in keeper.member.weights[0].rows:
+        for row in keeper.member.weights[0].memory.rows:
             row[:1] ^= 1
         wait_until(lambda: keeper.models()[0].state == "lost")
         keeper.keep("b", models["b"])

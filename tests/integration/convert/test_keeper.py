@@ -153,7 +153,7 @@ def test_published_memory_is_read_only(source: Path, told) -> None:
     with ps.cache.WeightCache() as keeper:
         ps.convert(source, keeper.into("f32"), **told)
         (holding,) = keeper.member.weights
-        (region,) = holding.place.regions
+        (region,) = holding.regions.memories
         fd = os.open(region.owner.path, os.O_RDWR)
         try:
             with pytest.raises(PermissionError):

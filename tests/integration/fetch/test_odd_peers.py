@@ -80,7 +80,7 @@ def test_finished_fetch_unmaps_dead_member_memory(small_checkpoint: Path) -> Non
             found: dict[str, torch.Tensor] = {}
             with ps.join("m") as second:
                 report = second.fetch(found, fallback=str(small_checkpoint))
-                memory = weakref.ref(shared_at(whole(second).place.regions[0].address, 1))
+                memory = weakref.ref(shared_at(whole(second).regions.memories[0].address, 1))
             assert report.faults and memory() is not None
             del second
             found.clear()
@@ -220,7 +220,7 @@ def test_claim_of_failed_reader_is_reassigned_before_timeout(
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}
         going = pool.submit(first.fetch, got, fallback=str(small_checkpoint))
-        while not (first.member.weights and whole(first).have.any()):
+        while not (first.member.weights and whole(first).verified.have.any()):
             time.sleep(0.01)
         found: dict[str, torch.Tensor] = {}
         report = second.fetch(found, fallback=str(small_checkpoint))
@@ -311,7 +311,7 @@ def test_hanging_storage_blocks_no_other_member(
     monkeypatch.setattr(storage_reader.StorageReader, "read", hang)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         going = pool.submit(first.fetch, {}, fallback=str(small_checkpoint))
-        while not (first.member.weights and whole(first).have.any()):
+        while not (first.member.weights and whole(first).verified.have.any()):
             time.sleep(0.01)
         found: dict[str, torch.Tensor] = {}
         try:

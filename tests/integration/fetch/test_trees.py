@@ -170,7 +170,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
         # Return the first receiver directly below the holder, through which half of the chunks reach half of the fleet.
         if not stalled and orders and hosts.holder in {order[0] for order in orders}:
             stalled.append(member)
-        if member in stalled and fetch._weights.have.any():
+        if member in stalled and fetch._weights.verified.have.any():
             has_stalled.set()
             assert may_go_on.wait(60)
         verify(fetch)
@@ -230,7 +230,7 @@ def test_readers_bypass_member_stalled_in_one_tree(hosts: Hosts, monkeypatch: py
             for member in children(hosts, *half[0]):
                 fetches[member].result(timeout=60)
             (weights,) = hosts.fleets[half[0][0]].member.weights
-            other = weights.have[1 - half[0][1] :: NUM_TREES]
+            other = weights.verified.have[1 - half[0][1] :: NUM_TREES]
             assert not other.all(), "it had nothing to say for a while, as one that stalls altogether"
         finally:
             may_go_on.set()

@@ -108,7 +108,7 @@ def test_corrupt_model_is_reloaded_from_members(runtime, small) -> None:
     with ps.join("small") as fleet, ps.cache.WeightCache() as keeper:
         fleet.fetch({}, fallback=small)
         keeper.keep("small", small)
-        keeper.member.weights[0].rows[1][5] ^= 1
+        keeper.member.weights[0].memory.rows[1][5] ^= 1
         wait_until(lambda: keeper.models()[0].num_reloads == 1)
         (holding,) = keeper.member.weights
         assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
@@ -121,7 +121,7 @@ def test_weight_cache_object_reports_corrupt_model(runtime, small, tmp_path) -> 
     shutil.copytree(small, source)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("model", source)
-        keeper.member.weights[0].rows[1][5] ^= 1
+        keeper.member.weights[0].memory.rows[1][5] ^= 1
         wait_until(lambda: keeper.models()[0].num_reloads == 1)
         (kept,) = keeper.models()
         assert (kept.state, kept.tier) == ("kept", "host")
@@ -129,7 +129,7 @@ def test_weight_cache_object_reports_corrupt_model(runtime, small, tmp_path) -> 
         keeper.check()
         keeper.serve(timeout_s=0.0)
         shutil.rmtree(source)
-        keeper.member.weights[0].rows[1][5] ^= 1
+        keeper.member.weights[0].memory.rows[1][5] ^= 1
         wait_until(lambda: keeper.models()[0].state == "lost")
         assert "could not be loaded again" in keeper.models()[0].why
         with pytest.raises(ps.IntegrityError, match="chunk 0 of 'model' changed in memory"):
@@ -143,7 +143,7 @@ def test_attach_detects_flipped_byte_by_default(runtime, large, monkeypatch) -> 
         keeper.keep("large", large)
         with ps.cache.attach("large") as attached:
             assert attached.report.verified and "verified here" in attached.report.summary()
-        keeper.member.weights[0].rows[-1][-1] ^= 1
+        keeper.member.weights[0].memory.rows[-1][-1] ^= 1
         with ps.cache.attach("large", verify=False) as attached:
             assert not attached.report.verified and "not verified here" in attached.report.summary()
             with pytest.raises(AssertionError):

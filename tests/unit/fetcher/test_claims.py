@@ -57,7 +57,7 @@ class Member:
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
         self.asked.append("claim")
-        left = np.flatnonzero(~weights.have)
+        left = np.flatnonzero(~weights.verified.have)
         return ClaimReply(ranges=((int(left[0]), int(left[-1]) + 1),) if len(left) else ())
 
     def complain(self, *args: object) -> bool:

@@ -29,6 +29,7 @@ from penstock.errors import (
 from penstock.fetcher.hub_poller import HubState
 from penstock.fetcher.run import FetchRun, FetchState, ReadFromUpstream
 from penstock.fetcher.upstream import UNNAMED
+from penstock.holding.placement import PlacedChunks
 from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabulate
 from penstock.hub.messages import ClaimReply, Identity, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
@@ -55,8 +56,7 @@ def make_weights() -> LocalWeights:
     layout = WeightLayout.of(
         tabulate(["t"], [DType.U8], [(NUM_CHUNKS * CHUNK_BYTES,)]), leaf_bytes=16, chunk_bytes=CHUNK_BYTES
     )
-    held = LocalWeights(Identity(model="m"), layout, layout_of_tensors({"t": TRUTH.clone()})[1])
-    leaves = held.digest(np.arange(NUM_CHUNKS))
+    leaves = PlacedChunks(layout, layout_of_tensors({"t": TRUTH.clone()})[1]).digest(np.arange(NUM_CHUNKS))
     rows = layout_of_tensors({"t": torch.zeros_like(TRUTH)})[1]
     return LocalWeights(Identity(model="m"), layout, rows, leaves=leaves)
 
@@ -158,7 +158,7 @@ class Holder:
             raise read.error
         for chunk in read.chunks.tolist():
             span = slice(chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES)
-            self.weights.rows[0][span] = TRUTH[span] ^ 1 if self.how == "lies" else TRUTH[span]
+            self.weights.memory.rows[0][span] = TRUTH[span] ^ 1 if self.how == "lies" else TRUTH[span]
         read.moved_bytes = read.nbytes
 
 
@@ -180,7 +180,7 @@ class Storage:
             raise self._error
         for chunk in chunks.tolist():
             span = slice(chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES)
-            self._weights.rows[0][span] = TRUTH[span] ^ 1 if self._lies else TRUTH[span]
+            self._weights.memory.rows[0][span] = TRUTH[span] ^ 1 if self._lies else TRUTH[span]
             self.received_bytes += CHUNK_BYTES
             self.chunks.append(chunk)
         near_end()
@@ -209,7 +209,7 @@ class Member:
         self.claims.append(ask)
         if self.error is not None:
             raise self.error
-        left = np.flatnonzero(~weights.have)
+        left = np.flatnonzero(~weights.verified.have)
         is_given = ask and self.gives_claims and len(left)
         return ClaimReply(
             ranges=((int(left[0]), int(left[-1]) + 1),) if is_given else (), ask_again_s=0.01, why="wait for it"
@@ -259,7 +259,7 @@ class Fetch:
             self.run.run()
 
     def assert_complete(self) -> None:
-        assert self.weights.have.all() and torch.equal(self.weights.rows[0], TRUTH)
+        assert self.weights.verified.have.all() and torch.equal(self.weights.memory.rows[0], TRUTH)
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
@@ -348,7 +348,7 @@ def test_error_names_sole_source_after_it_fails(how: str) -> None:
         "refuses": "the grant is not valid",
     }
     assert named[how] in str(raised.value)
-    assert not fetch.weights.have.any()
+    assert not fetch.weights.verified.have.any()
     assert fetch.run.state is FetchState.CLOSED
     assert (fetch.member.complaints == []) is (how == "full")
 
@@ -374,7 +374,7 @@ def test_failed_storage_without_holders_fails_fetch(is_wrong: bool) -> None:
     expected = IntegrityError if is_wrong else SourceUnavailable
     with pytest.raises(expected, match="differs from its digest in storage" if is_wrong else "the disk is gone"):
         fetch.finish()
-    assert not weights.have.any() and not weights.claims
+    assert not weights.verified.have.any() and not weights.fetch.claims
 
 
 def test_holder_replaces_failed_storage() -> None:
@@ -403,7 +403,7 @@ def test_claim_is_released_when_storage_fails() -> None:
     member = Member("A", gives_claims=True)
     storage = Storage(weights, SourceUnavailable("the disk is gone"))
     fetch = Fetch({"A": "gives"}, member, storage=storage, weights=weights)
-    weights.have[:] = False
+    weights.verified.have[:] = False
     claimed = threading.Event()
     give, hold = member.claim, threading.Event()
 
@@ -523,7 +523,7 @@ def test_closing_fetch_aborts_pending_reads() -> None:
         wait_until(lambda: bool(fetch.holders["A"].posted))
     reads = fetch.holders["A"].posted
     assert all(isinstance(read.error, Cancelled) for read in reads)
-    assert not fetch.weights.have.any() and fetch.holders["A"].num_flying == 0
+    assert not fetch.weights.verified.have.any() and fetch.holders["A"].num_flying == 0
     with pytest.raises(Cancelled):
         fetch.run.run()
 

@@ -141,7 +141,7 @@ def fail(fetch: Assignment, name: str, error: PenstockError) -> None:
 
 
 def parents(weights: LocalWeights) -> tuple[str, str]:
-    return weights.parent, weights.second_parent
+    return weights.fetch.parent, weights.fetch.second_parent
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])

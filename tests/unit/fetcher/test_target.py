@@ -43,22 +43,24 @@ def test_allocated_tensors_share_memory_with_byte_rows() -> None:
     # The names are not in sorted order, which the layout uses.
     weights, tensors = allocate(target_of({name: TENSORS[name][:2] for name in reversed(TENSORS)}))
     assert list(tensors) == sorted(TENSORS)
-    (region,) = weights.place.regions
+    (region,) = weights.memory.place.regions
     assert isinstance(region.owner, Arena)
     for row, (name, tensor) in enumerate(tensors.items()):
         dtype, shape, kind = TENSORS[name]
         assert tensor.dtype is kind and tensor.is_contiguous() and not tensor.requires_grad
         assert tuple(tensor.shape) == ((3, 3) if dtype is DType.F4 else shape)
-        assert weights.rows[row].shape == (tensor.nbytes,) and weights.rows[row].dtype is torch.uint8
+        raw = weights.memory.rows[row]
+        assert raw.shape == (tensor.nbytes,) and raw.dtype is torch.uint8
         if tensor.numel():
-            assert tensor.data_ptr() == weights.rows[row].data_ptr() == int(weights.place.row_address[row])
+            assert tensor.data_ptr() == raw.data_ptr() == int(weights.memory.place.row_address[row])
             assert tensor.data_ptr() % 512 == 0
-            weights.rows[row].fill_(row + 1)
+            raw.fill_(row + 1)
             assert tensor.reshape(-1).view(torch.uint8).tolist() == [row + 1] * tensor.nbytes
         else:
-            assert weights.place.row_region[row] == -1
+            assert weights.memory.place.row_region[row] == -1
     # Only the row's bytes were written.
-    assert [row.tolist() for row in weights.rows] == [[i + 1] * row.numel() for i, row in enumerate(weights.rows)]
+    rows = weights.memory.rows
+    assert [row.tolist() for row in rows] == [[i + 1] * row.numel() for i, row in enumerate(rows)]
 
 
 def test_model_of_empty_tensors_is_allocated() -> None:
@@ -80,9 +82,9 @@ def test_unsupported_dtype_is_refused_before_allocation(monkeypatch: pytest.Monk
 
 def test_arena_row_digests_match_tensor_digests() -> None:
     weights, tensors = allocate(target_of({name: spec[:2] for name, spec in TENSORS.items()}))
-    for row in weights.rows:
+    for row in weights.memory.rows:
         row.copy_(torch.arange(row.numel(), dtype=torch.int64).to(torch.uint8))
     alone = [tensor.reshape(-1).view(torch.uint8).clone() for tensor in tensors.values()]
     chunks = np.arange(weights.layout.chunks.num_chunks)
     apart = LocalWeights(weights.identity, weights.layout, alone)
-    assert weights.digest(chunks).tolist() == apart.digest(chunks).tolist()
+    assert weights.memory.digest(chunks).tolist() == apart.memory.digest(chunks).tolist()

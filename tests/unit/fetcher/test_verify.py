@@ -22,7 +22,7 @@ def make(*, has_manifest: bool = False) -> LocalWeights:
     tensors = {f"t{i}": torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
     _, rows = layout_of_tensors(tensors)
     line = WeightLayout.of(tabulate(sorted(tensors), [DType.U8] * 4, [(64,)] * 4), leaf_bytes=16, chunk_bytes=32)
-    leaves = LocalWeights(Identity(model="m"), line, rows).digest(np.arange(8)) if has_manifest else None
+    leaves = LocalWeights(Identity(model="m"), line, rows).memory.digest(np.arange(8)) if has_manifest else None
     return LocalWeights(Identity(model="m"), line, rows, leaves=leaves)
 
 
@@ -45,28 +45,28 @@ def test_waiting_chunks_are_divided_among_verify_threads(monkeypatch) -> None:
 
 def test_wrong_chunks_are_reported_and_correct_chunks_accepted() -> None:
     holding = make()
-    right = holding.digest(np.array([0, 3]))
-    other = holding.digest(np.array([5, 6]))
+    right = holding.memory.digest(np.array([0, 3]))
+    other = holding.memory.digest(np.array([5, 6]))
     other[-1] ^= np.uint64(1)
     found = verify(holding, [arrived(0, 3, wanted=right), arrived(5, 6, wanted=other), arrived(7)])
     assert [wrong.tolist() for _, wrong in found] == [[], [6], []]
-    assert np.flatnonzero(holding.have).tolist() == [0, 3, 7]
+    assert np.flatnonzero(holding.verified.have).tolist() == [0, 3, 7]
     assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [0, 3, 7]
 
 
 def test_storage_bytes_contradicting_manifest_are_rejected() -> None:
     holding = make(has_manifest=True)
-    holding.rows[2][40] += 1  # The second chunk of t2.
+    holding.memory.rows[2][40] += 1  # The second chunk of t2.
     found = verify(holding, [arrived(4, 5), arrived(0, 1)])
     assert [wrong.tolist() for _, wrong in found] == [[5], []]
-    assert np.flatnonzero(holding.have).tolist() == [0, 1]
+    assert np.flatnonzero(holding.verified.have).tolist() == [0, 1]
 
 
 def test_storage_contradicting_member_raises_integrity_error() -> None:
     holding = make()
-    said = holding.digest(np.array([2]))
+    said = holding.memory.digest(np.array([2]))
     said[0] ^= np.uint64(1)
     holding.record_digests(np.array([2]), said, "member x")
     with pytest.raises(IntegrityError, match="different digests"):
         verify(holding, [arrived(0), arrived(2)])
-    assert not holding.have.any()
+    assert not holding.verified.have.any()

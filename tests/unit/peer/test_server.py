@@ -63,7 +63,7 @@ def holding(server: PeerServer) -> LocalWeights:
     holding = make()
     holding.max_readers = 2
     with PeerLinks({"loopback": LoopbackTransport}) as links:
-        holding.register(links)
+        holding.regions.register(links)
         server.show(holding)
         yield holding
 

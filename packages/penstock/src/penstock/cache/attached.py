@@ -35,7 +35,8 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.holding.placement import decode_column, decode_digests, device_id, locate_rows
+from penstock.holding.placement import PlacedChunks, decode_column, decode_digests, device_id, locate_rows
+from penstock.holding.verified import VerifiedChunks
 from penstock.holding.weight_layout import WeightLayout, from_message
 from penstock.hub.client import HubClient, resolve_connection
 from penstock.hub.local_hub import find_hub
@@ -48,7 +49,6 @@ from penstock.memory.local_shards import is_sharded
 from penstock.memory.targets import require_initialised, sources_differ
 from penstock.net.unix_sockets import host_id
 from penstock.peer.client import PeerClient
-from penstock.peer.local_weights import LocalWeights
 from penstock.phases import Phases
 from penstock.report import TransferStats, bytes_text, phases_text
 from penstock.telemetry.journey import Journey
@@ -455,9 +455,9 @@ def _settle(pid: int, device: str) -> None:
 
 
 def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    mapped = LocalWeights(holding.identity, layout, rows, leaves=leaves)
     # A cache could invent digests for any bytes, so check that the digests match the revision.
-    mapped.check_revision(holding.revision)
+    VerifiedChunks(layout, leaves).check_revision(holding.identity.key(), holding.identity.revision, holding.revision)
+    mapped = PlacedChunks(layout, rows)
     chunks = np.arange(layout.chunks.num_chunks)
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     if mapped.device.type != "cpu" or num_threads < 2:
@@ -467,7 +467,7 @@ def _differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequenc
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with Threads(num_threads, "penstock-digest", waits_for_calls=True) as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))
-    return mapped.differing_chunks(chunks, digests, leaves)
+    return layout.chunks.differing(chunks, digests, leaves)
 
 
 def match_parameters(

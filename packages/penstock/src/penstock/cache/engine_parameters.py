@@ -143,7 +143,7 @@ def cache_parameters(
         kept = {name: tensors[name] for name in offered.layout.table.names}
         match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
-        revision = offered.root()
+        revision = offered.verified.root()
         _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes), connection)
         bound = attach(model, connection=connection, device=device, revision=revision, verify=verify)
     # Bind last. The cache no longer reads the module's memory, and an earlier error leaves the module unchanged.

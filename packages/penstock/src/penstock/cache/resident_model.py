@@ -205,7 +205,7 @@ class ConvertedModel(ResidentModel):
             identity, layout, rows, leaves=leaves, arenas=[room.arena], max_readers=self._max_readers
         )
         weights.mark_verified(np.arange(layout.chunks.num_chunks), leaves)
-        weights.path = "converted"
+        weights.fetch.path = "converted"
         weights.kept = True
         weights.set_state("whole")
         self.weights = weights

@@ -291,7 +291,7 @@ class WeightCache:
         for kept in list(self._models.values()):
             identity = kept.served.identity
             if (identity.model, identity.parallel) == (wanted.model, wanted.parallel):
-                if kept.served.root() == wanted.revision:
+                if kept.served.verified.root() == wanted.revision:
                     return
                 hint = "two engines used one name for different parameters: rename the parameters or drop the kept ones"
                 raise ConfigError(f"{wanted.model!r} is already kept with different bytes", hint=hint)
@@ -328,7 +328,7 @@ class WeightCache:
             ResidentStatus(
                 model=resident.name,
                 key=key,
-                revision=resident.served.root(),
+                revision=resident.served.verified.root(),
                 nbytes=resident.nbytes,
                 device=str(resident.served.device),
                 num_attached=self.member.server.num_attached(key),
@@ -414,7 +414,8 @@ class WeightCache:
         resident.num_reloads += 1
         assert resident.report is not None
         why = f"{damage}, and it was loaded again and verified in {time.monotonic() - begun:.1f} s"
-        resident.served.why = "; ".join(filter(None, (why, resident.served.why)))
+        fetch = resident.served.fetch
+        fetch.why = "; ".join(filter(None, (why, fetch.why)))
         # Change the state last, because `_recalled` and `check` read it from other threads.
         resident.become(ResidentState.KEPT, why)
         log.warning("%s: %s", why, resident.report)

@@ -48,7 +48,7 @@ class Assignment:
         self._lock = threading.Lock()
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._choice = ChunkChoice(weights.have, self._flying)
+        self._choice = ChunkChoice(weights.verified.have, self._flying)
         self._retries = RetryTimes(stall_s, timing)
         self._is_closed = False
         self._failed_since_progress: set[str] = set()
@@ -98,7 +98,7 @@ class Assignment:
             parents = self._parents(reply, now)
             if reply.is_placed:
                 # Report no parent before placement, or members that start together would permanently share a parent.
-                self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
+                self._weights.fetch.parent, self._weights.fetch.second_parent = (*parents, "", "")[:2]
             return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
@@ -179,16 +179,16 @@ class Assignment:
     def missing(self, at_most: int) -> I64:
         """Return missing chunks that are not being read."""
         with self._lock:
-            return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
+            return np.flatnonzero(~self._weights.verified.have & ~self._flying)[:at_most]
 
     def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
         """Assign the missing `chunks` to storage and post them under the lock. Return whether any chunk was missing."""
         with self._lock:
-            free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
+            free = chunks[~self._weights.verified.have[chunks] & ~self._flying[chunks]]
             if self._is_closed or not len(free):
                 return False
             self._flying[free] = self._claimed[free] = True
-            self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
+            self._weights.fetch.claims = to_ranges(np.flatnonzero(self._claimed))
             post(free)
         return True
 
@@ -199,7 +199,7 @@ class Assignment:
 
     def _clear(self, chunks: I64) -> None:
         self._flying[chunks] = self._claimed[chunks] = False
-        self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
+        self._weights.fetch.claims = to_ranges(np.flatnonzero(self._claimed))
 
     def note_verified(self, chunks: I64) -> None:
         """Record that these chunks are verified. Call this inside `held`."""

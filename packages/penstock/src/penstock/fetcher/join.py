@@ -25,6 +25,7 @@ from penstock.fetcher.discover import MIN_TIMEOUT_S, Discovery, Target
 from penstock.fetcher.report import FetchReport, Provenance, report_of
 from penstock.fetcher.run import FetchRun
 from penstock.fetcher.storage_reader import StorageReader
+from penstock.holding.placement import PlacedChunks
 from penstock.holding.weight_layout import layout_of_tensors
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
@@ -112,7 +113,7 @@ class Fleet:
             # Serve the weights now, because other members read each chunk as soon as it is verified.
             self.member.show(weights, report=False)
             storage = (
-                StorageReader(target_weights.session, target_weights.layout, weights.rows)
+                StorageReader(target_weights.session, target_weights.layout, weights.memory.rows)
                 if target_weights.session is not None
                 else None
             )
@@ -167,8 +168,8 @@ class Fleet:
             if weights.damage is not None:
                 raise weights.damage
             # If there is a manifest, every chunk was already verified against the manifest.
-            if not weights.has_manifest:
-                weights.check_revision(self.identity.revision)
+            if not weights.verified.has_manifest:
+                weights.verified.check_revision(weights.key, weights.identity.revision, self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
@@ -182,7 +183,7 @@ class Fleet:
         finally:
             # Torch does not detect writes by address. The caller cannot have seen new tensors yet.
             if make_tensors is None and (running.is_touched or (storage is not None and storage.is_touched)):
-                note_written(weights.rows)
+                note_written(weights.memory.rows)
             journey.num_wrong = running.provenance.num_wrong
             journey.num_retries = len(running.provenance.faults)
         return provenance, tensors
@@ -202,15 +203,14 @@ class Fleet:
         # Digest without a revision first, because the key depends on the revision, which is the root of the digests.
         layout, rows = layout_of_tensors(targets_of(tensors, whole=True))
         chunks = np.arange(layout.chunks.num_chunks)
-        draft = LocalWeights(self.identity, layout, rows)
-        leaves = draft.digest(chunks)
+        leaves = PlacedChunks(layout, rows).digest(chunks)
         root = root_revision(layout.table, layout.chunks.leaf_bytes, leaves)
         identity = msgspec.structs.replace(
             self.identity, revision=revision or self.identity.revision or root, layout=layout.digest
         )
         weights = LocalWeights(identity, layout, rows, max_readers=self._max_readers)
         weights.mark_verified(chunks, leaves)
-        weights.path = "offered"
+        weights.fetch.path = "offered"
         weights.set_state("whole")
         self.member.show(weights)
         # The caller may start a reader next, which would find no source before the heartbeat is sent.

@@ -110,7 +110,7 @@ def report_of(
     return FetchReport(
         model=weights.identity.model,
         key=weights.key,
-        revision=weights.root(),
+        revision=weights.verified.root(),
         num_tensors=len(weights.layout.table),
         nbytes=weights.layout.nbytes,
         verified_bytes=weights.layout.nbytes - unverified_bytes,
@@ -128,7 +128,7 @@ def report_of(
 
 def _unverified(weights: LocalWeights, provenance: Provenance) -> tuple[int, str]:
     """Return the number of bytes that had no digest to compare with, and `verified_against`."""
-    if weights.has_manifest:
+    if weights.verified.has_manifest:
         return 0, "the manifest's digests"
     # The root of all digests had to equal this revision. See `check_revision`.
     if weights.identity.revision.startswith("w1-"):

@@ -174,7 +174,8 @@ class FetchRun(Run):
                 reader.close()
             if self.ticket.look() > self.stall_s:
                 kind = SourceStalled if self._assignment.has_sources else SourceUnavailable
-                what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
+                num_missing = int((~self._weights.verified.have).sum())
+                what = f"no progress for {self.stall_s} s with {num_missing} chunks missing"
                 last_resort = "storage" if self._storage is not None else "no fallback was given; the hub"
                 self.ticket.fail(self.provenance.stall_error(kind, what, f"{last_resort}: {self.hub.answer}"))
         self.ticket.check()
@@ -212,7 +213,7 @@ class FetchRun(Run):
     def _check_reads(self) -> None:
         moved, received = self.ticket.moved_bytes, self.received_bytes()
         self._starved.look(moved, received, is_paused=self._is_feeding)
-        self._weights.silent_s = self._no_progress.look(moved, received)
+        self._weights.fetch.silent_s = self._no_progress.look(moved, received)
         with self._assignment.held():
             reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._assignment.readers}
         with self._lock:
@@ -256,7 +257,7 @@ class FetchRun(Run):
 
     def stated_digests(self, chunks: I64) -> U64:
         """Return the leaf digests of chunks that an upstream holds. All sources state the same digests."""
-        digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
+        digests: U64 = self._weights.verified.leaves[self._weights.layout.chunks.leaves_of(chunks)]
         return digests
 
     def begin_read(self, read: ReadFromUpstream) -> None:
@@ -313,8 +314,9 @@ class FetchRun(Run):
                 self.ticket.moved_bytes += nbytes
                 if entry.upstream_reader is not None:
                     self.provenance.why[entry.path] = entry.upstream_reader.why.get(entry.path) or NEAREST
-            weights.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
-            weights.path, weights.why = shares_text(self.provenance.nbytes_by_path), self.provenance.reasons()
+            weights.fetch.gb_per_s = self.ticket.moved_bytes / GB / max(1e-3, time.monotonic() - self._begun)
+            weights.fetch.path = shares_text(self.provenance.nbytes_by_path)
+            weights.fetch.why = self.provenance.reasons()
 
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
         message = f"chunk {wrong} differs from its digest"

@@ -15,7 +15,7 @@ import torch
 
 from penstock.arguments import formerly
 from penstock.config import ConnectionSettings, Settings
-from penstock.digest.leaf import num_leaves, revision, take_leaves
+from penstock.digest.leaf import num_leaves, take_leaves
 from penstock.errors import IntegrityError, SourceError
 from penstock.fetcher.discover import PlacedTarget
 from penstock.fetcher.join import Fleet, join
@@ -213,6 +213,6 @@ def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
     return dataclasses.replace(
         written,
         leaf_bytes=layout.chunks.leaf_bytes,
-        leaves=take_leaves(weights.leaves, counts, rows),
-        revision=revision(layout.table, layout.chunks.leaf_bytes, weights.leaves),
+        leaves=take_leaves(weights.verified.leaves, counts, rows),
+        revision=weights.verified.root(),
     )

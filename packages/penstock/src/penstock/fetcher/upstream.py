@@ -199,7 +199,7 @@ class UpstreamReader:
         """Return the reads to post for these chunks, one for each pair of regions."""
         return [
             (*self._transports[pair], segments)
-            for pair, segments in self._weights.segments(chunks, self._row_region, self._row_offset).items()
+            for pair, segments in self._weights.memory.segments(chunks, self._row_region, self._row_offset).items()
         ]
 
     def note_read(self, chunks: I64, nbytes: int, seconds: float) -> None:
@@ -303,7 +303,7 @@ class UpstreamReader:
                 self.fail(error)
 
     def _connect(self, peer_map: HoldingMap) -> None:
-        chunks, ours = self._weights.layout.chunks, self._weights.place
+        chunks, ours = self._weights.layout.chunks, self._weights.memory.place
         theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
         expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
         if theirs_are != expected:
@@ -314,7 +314,7 @@ class UpstreamReader:
         has_bytes = ours.row_region >= 0
         pairs = set(zip(self._row_region[has_bytes].tolist(), ours.row_region[has_bytes].tolist(), strict=True))
         for theirs, mine in sorted(pairs):
-            handles = self._weights.handles(mine)
+            handles = self._weights.regions.handles(mine)
             transport, descriptor, why = self._links.choose(
                 handles, peer_map.regions[theirs], same_host=self.peer.is_on_host, same_process=False
             )
@@ -360,7 +360,7 @@ class UpstreamReader:
             message = "the peer's log has the wrong number of leaf digests for its chunks"
             raise FormatError(message, uri=f"penstock:{self.upstream.member}")
         # Digests that contradict the manifest prove that the member is corrupt or lying.
-        clash = self._weights.contradicting_chunks(chunks, leaves)
+        clash = self._weights.verified.contradicting(chunks, leaves)
         if len(clash):
             message = f"the peer's digests of chunk {int(clash[0])} differ from the manifest's"
             raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")

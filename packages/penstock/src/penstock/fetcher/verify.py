@@ -43,13 +43,13 @@ def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple
     table = weights.layout.chunks
     chunks = np.concatenate([entry.chunks for entry in batch])
     # Make one call for the batch, because on a device each call is a kernel launch and a wait.
-    digests, at, compared = weights.digest(chunks), 0, []
+    digests, at, compared = weights.memory.digest(chunks), 0, []
     for entry in batch:
         stop = at + int(table.leaf_counts(entry.chunks).sum())
         mine, wanted, at = digests[at:stop], entry.wanted, stop
-        if wanted is None and weights.has_manifest:
-            wanted = weights.leaves[table.leaves_of(entry.chunks)]
-        wrong = weights.differing_chunks(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]
+        if wanted is None and weights.verified.has_manifest:
+            wanted = weights.verified.leaves[table.leaves_of(entry.chunks)]
+        wrong = table.differing(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]
         if wanted is None:
             weights.record_digests(entry.chunks, mine, "storage, as it was read here")
         compared.append((entry, mine, wrong))

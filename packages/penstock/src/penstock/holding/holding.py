@@ -61,11 +61,15 @@ class Holding(Closeable):
     def close(self) -> None:
         """Close the registrations without freeing the memory, which belongs to its owner. Idempotent."""
         with self.lock:
+            self._mark_closed()
             self.generation += 1
             handles = self.regions.detach()
             self.wake()
         # A handle's `close` may wait for a running read, so do not hold the lock.
         close_handles(handles)
+
+    def _mark_closed(self) -> None:
+        """Change the state of a subclass for `close`, which holds the lock."""
 
 
 class _WaitingReader(msgspec.Struct, eq=False):

@@ -1,18 +1,20 @@
-"""The places of rows in memory: in this process's regions, and in a peer's regions as its map describes them."""
+"""The places of rows and chunks in this process's regions, and in a peer's regions as its map describes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.digest.leaf import leaf_digests
 from penstock.errors import FormatError
 from penstock.holding.weight_layout import WeightLayout
 from penstock.hub.messages import HoldingMap
-from penstock.memory.arena import Arena
+from penstock.memory.arena import ALIGN_BYTES, Arena
+from penstock.segments import Segments
 from penstock.transport.protocol import Memory
 from penstock.transport.storages import TorchStorage
 from penstock.types import I64, U64
@@ -25,10 +27,6 @@ class RowPlacement(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     row_region: I64
     row_offset: I64
     row_address: I64
-
-    def is_there(self, rows: Iterable[int]) -> bool:
-        """Return whether the memory of these rows is still mapped at the same addresses."""
-        return all(self.regions[i].is_there() for i in set(self.row_region[list(rows)].tolist()) if i >= 0)
 
 
 def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
@@ -60,6 +58,62 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
     return RowPlacement(
         regions=tuple(regions), row_region=row_region, row_offset=row_offset, row_address=start + row_offset
     )
+
+
+class PlacedChunks:
+    """The chunks of a layout at their places in this process's memory.
+
+    Args:
+        rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps the rows alive.
+        arenas: arenas that contain rows. Each arena is one region.
+    """
+
+    def __init__(self, layout: WeightLayout, rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> None:
+        self.layout = layout
+        self.rows = list(rows)
+        self.device = rows[0].device if rows else torch.device("cpu")
+        self.place = place_rows(rows, arenas)
+        # With tiny chunks, the gap between two tensors may hold another chunk, which a joined read would overwrite.
+        self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
+
+    def regions_of(self, chunks: I64) -> set[int]:
+        """Return the regions that contain bytes of these chunks."""
+        return set(self.place.row_region[self.layout.chunks.pieces(chunks).row].tolist())
+
+    def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
+        """Return the segments to read from a peer for these chunks, keyed by the peer's region and the local region."""
+        pieces, ours = self.layout.chunks.pieces(chunks), self.place
+        src = theirs_offset[pieces.row] + pieces.start
+        dst = ours.row_offset[pieces.row] + pieces.start
+        from_to = theirs_region[pieces.row] * len(ours.regions) + ours.row_region[pieces.row]
+        joined = {}
+        # The first call of `np.unique` imports numpy.ma, which would delay the first read by 8 to 40 ms.
+        for pair in sorted(set(from_to.tolist())):
+            rows = np.flatnonzero(from_to == pair)
+            segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
+            region, into = divmod(pair, len(ours.regions))
+            # A joined read may overwrite padding in this process's arenas, but elsewhere the gap may hold a tensor.
+            is_padded = isinstance(ours.regions[into].owner, Arena) and not self._has_tiny_chunks
+            joined[region, into] = segments.joined(padding_bytes=ALIGN_BYTES - 1 if is_padded else 0)
+        return joined
+
+    def digest(self, chunks: I64) -> U64:
+        """Digest these chunks in memory. Return their leaf digests in the order of the chunks."""
+        table = self.layout.chunks
+        if self.device.type == "cuda":
+            from penstock.digest.cuda import leaf_digests_cuda
+
+            leaves = table.leaf_pieces(chunks)
+            got = leaf_digests_cuda(self.place.row_address[leaves.row] + leaves.start, leaves.nbytes, self.device)
+            return np.asarray(got.cpu().numpy()).view(np.uint64)
+        # One call digests all leaves of a piece in native code.
+        pieces, out, done = table.pieces(chunks), np.empty(int(table.leaf_counts(chunks).sum()), np.uint64), 0
+        for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
+            count = -(-length // table.leaf_bytes)
+            data = memoryview(self.rows[r].numpy())[first : first + length]
+            leaf_digests(data, table.leaf_bytes, out[done : done + count])
+            done += count
+        return out
 
 
 def decode_column(raw: bytes, kind: str) -> I64:

@@ -204,7 +204,7 @@ class Member:
         for weights in self.weights:
             model, on_device = weights.identity.model, "gpu" if weights.device.type == "cuda" else "host"
             state = weights.state if weights.damage is None else "damaged"
-            nbytes = int(weights.layout.chunks.nbytes[weights.have].sum())
+            nbytes = weights.verified.nbytes
             yield "penstock_held_bytes", (model, weights.tier or on_device, state), nbytes
             yield "penstock_readers", (model,), weights.num_readers
         for sync in self.syncs:
@@ -254,7 +254,7 @@ class Member:
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
         """Register weights with the transports and serve them. With `report=True`, also report the weights now."""
-        weights.register(self.links)
+        weights.regions.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
             self._weights[weights.key] = weights

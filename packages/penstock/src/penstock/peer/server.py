@@ -291,7 +291,7 @@ class PeerServer:
         with self._lock:
             if lease not in self._leases:
                 # The lease ended while the descriptors were created, so revoke the descriptors.
-                weights.take_back(lease)
+                weights.regions.take_back(lease)
         return holding_map
 
     def release(self, lease: str) -> bool:
@@ -309,7 +309,7 @@ class PeerServer:
     def _end(self, lease: str) -> bool:
         ended = self._leases.pop(lease, None)
         if ended is not None:
-            ended.weights.take_back(lease)
+            ended.weights.regions.take_back(lease)
         return ended is not None
 
     def _expire(self) -> None:

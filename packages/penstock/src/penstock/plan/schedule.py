@@ -12,7 +12,7 @@ import numpy.typing as npt
 from penstock.errors import PlanError
 from penstock.plan.layout import Runs, box_runs
 from penstock.segments import spread
-from penstock.types import I64, MIB, Box, TensorTable
+from penstock.types import I64, MIB, U64, Box, TensorTable
 
 Bools = npt.NDArray[np.bool_]
 
@@ -415,6 +415,14 @@ class ChunkTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if len(chunks) and (chunks[1:] == chunks[:-1] + 1).all():
             return self.leaves(int(chunks[0]), int(chunks[-1]) + 1)
         return spread(self.first_leaf[chunks], self.leaf_counts(chunks))
+
+    def differing(self, chunks: I64, got: U64, wanted: U64) -> I64:
+        """Return the chunks in which at least one leaf digest differs."""
+        if np.array_equal(got, wanted):
+            return chunks[:0]
+        wrong = np.repeat(np.arange(len(chunks)), self.leaf_counts(chunks))[got != wanted]
+        differ: I64 = chunks[np.unique(wrong)]
+        return differ
 
     def pieces(self, chunks: I64) -> ReadPieces:
         """Return the byte ranges of these chunks, in the given order. Adjacent ranges in one row are one piece."""

@@ -282,12 +282,13 @@ class LocalVersion(Holding):
 
     def close(self) -> None:
         """See `Holding.close`. Later calls of other methods raise StaleDescriptor."""
-        with self.lock:
-            self._is_closed = True
-            self.version = None
         super().close()
         if self.packer is not None:
             self.packer.close()
+
+    def _mark_closed(self) -> None:
+        self._is_closed = True
+        self.version = None
 
 
 class _RowSpans:

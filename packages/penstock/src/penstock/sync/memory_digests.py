@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from penstock.holding.digester import digests_of
+from penstock.holding.placement import place_rows
 from penstock.sync.shards import Declarable, declared
-from penstock.transport.protocol import Memory
 
 
 class MemoryDigests:
@@ -34,16 +34,9 @@ class MemoryDigests:
         return self.digests == self._now()
 
     def _now(self) -> list[int]:
-        by_address: dict[int, Memory] = {}
-        for tensor in self._tensors:
-            storage = tensor.untyped_storage()
-            memory = Memory(
-                address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage
-            )
-            if memory.nbytes:
-                by_address.setdefault(memory.address, memory)
         # Keep the digests in the order of the tensors, because an engine may restore bytes at different addresses.
-        digests: list[int] = digests_of(list(by_address.values())).tolist()
+        memories = [memory for memory in place_rows(self._tensors).regions if memory.nbytes]
+        digests: list[int] = digests_of(memories).tolist()
         return digests
 
 
