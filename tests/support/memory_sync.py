@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from penstock.hub.messages import (
     SyncRequest,
     SyncState,
 )
+from penstock.peer.registration import Registration
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest, RankProgress
 from penstock.sync.publish.offer import OfferOptions
@@ -72,7 +74,6 @@ class MemoryMember:
         self.id = name.ljust(32, "0")
         self.host = "host"
         self.trust = None
-        self.hub_is_away = False
         self.is_dead = False
         """Whether its process ended without leaving."""
         self.server = _Server()
@@ -81,7 +82,12 @@ class MemoryMember:
         self.on_report: Callable[[], object] = lambda: None
         """Called before each report to the hub."""
         self._hub = hub
-        self.welcome = hub.directory.hello(Hello(member=self.id, host="host", doors=(f"unix:///{name}",), name=name))
+        client: Any = SimpleNamespace(is_local=False, hello=lambda hello, timeout_s: hub.directory.hello(hello))
+        hello = Hello(member=self.id, host="host", doors=(f"unix:///{name}",), name=name)
+        self.registration = Registration(client, hello)
+        self.registration.open(None, stall_s=1.0, needs_hub=True)
+        # The stand-in for a connection carries no grants.
+        self.registration.check_grant = lambda request: ""  # type: ignore[method-assign]
         hub.members[self.id] = self
 
     def report_now(self) -> None:
@@ -98,9 +104,6 @@ class MemoryMember:
     def decide(self, name: str, decision: FleetDecision) -> DecideReply:
         self._hub.check()
         return self._hub.directory.decide(DecideRequest(member=self.id, name=name, decision=decision))
-
-    def check_grant(self, request: object) -> str:
-        return ""
 
     def die(self) -> None:
         """End without leaving. The hub still lists it, and its server refuses connections."""

@@ -69,9 +69,9 @@ def start_hub(connection: ps.ConnectionSettings, tmp_path: Path) -> Iterator[Cal
 
 def wait_until_joined(member: Member) -> None:
     deadline = time.monotonic() + 8
-    while member.away is not None and time.monotonic() < deadline:
+    while member.registration.away is not None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert member.away is None
+    assert member.registration.away is None
 
 
 @pytest.mark.parametrize("is_given", [False, True])

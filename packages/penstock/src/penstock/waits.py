@@ -7,15 +7,17 @@ server's deadline. The threads therefore share a `Scope`, in which each wait reg
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -346,3 +348,39 @@ def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
     # A daemon thread that hangs in a system call does not delay the end of the process.
     thread = threading.Thread(target=work, name=name, daemon=True)
     return thread if start_thread(thread, is_needed=False) else None
+
+
+_CHECK_S = 0.2
+"""Seconds between two checks of `until_stopped`."""
+
+
+def until_stopped(
+    stopped: threading.Event,
+    check: Callable[[], None],
+    timeout_s: float | None = None,
+    ready: Callable[[], None] | None = None,
+) -> bool:
+    """Wait until any thread or a signal sets `stopped`. Return False after `timeout_s` seconds.
+
+    `check` is called several times a second, and `ready` once after the signal handlers are installed.
+    """
+    before: dict[int, Any] = {}
+
+    # The handler only sets the event, because it may interrupt code that holds a lock.
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        if ready is not None:
+            ready()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not stopped.wait(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
+            check()
+            if time.monotonic() >= deadline:
+                return False
+        return True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -139,7 +139,8 @@ def test_publisher_opens_after_previous_publisher_died(hub: Hub) -> None:
 def test_second_publisher_raises_source_stalled_if_first_is_silent(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
-    rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
+    registration = rank.member.registration
+    registration.welcome = msgspec.structs.replace(registration.welcome, ttl_s=0.1)
     publisher = rank.make_publisher()
     with pytest.raises(SourceStalled, match="silent"):
         publisher = rank.open()

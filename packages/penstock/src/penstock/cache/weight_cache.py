@@ -51,11 +51,12 @@ from penstock.memory.tier_cuda import CudaTier
 from penstock.memory.tier_host import ArenaTier, PoolTier
 from penstock.memory.tiers import Level, Tiers
 from penstock.peer.local_weights import LocalWeights
-from penstock.peer.member import Member, until_stopped
+from penstock.peer.member import Member
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.metrics import Sample, watch
 from penstock.timing import Timing
 from penstock.types import Manifest
+from penstock.waits import until_stopped
 
 log = log_named("penstock.fleet")
 

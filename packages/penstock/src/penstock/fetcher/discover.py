@@ -249,7 +249,7 @@ class Discovery:
     def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
         with contextlib.suppress(SourceError, HubUnavailable):
-            if self._member.away is not None:
+            if self._member.registration.away is not None:
                 return False
             return self._state_now(same, set()).is_of(requested)
         return False

@@ -36,12 +36,13 @@ from penstock.loader.target_tensors import targets_of
 from penstock.logs import Log, log_named
 from penstock.memory.targets import note_written
 from penstock.peer.local_weights import LocalWeights
-from penstock.peer.member import Member, until_stopped
+from penstock.peer.member import Member
 from penstock.phases import Phases
 from penstock.storage.locate import display
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import received_by
+from penstock.waits import until_stopped
 
 _log = log_named("penstock.fetch")
 
@@ -153,7 +154,7 @@ class Fleet:
             stall_s=self._settings.stall_s,
             trace=record,
             on_first=lambda: phases.enter("move", weights.progress),
-            away=self.member.away,
+            away=self.member.registration.away,
         )
         journey.received = partial(received_by, running.provenance.nbytes_by_path)
         try:

@@ -110,7 +110,7 @@ def fetch_model(
             report = fetch_to_files(
                 fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace
             )
-            return report if needs_hub or fleet.member.away is not None else _explained(fleet, report)
+            return report if needs_hub or fleet.member.registration.away is not None else _explained(fleet, report)
     except KeyboardInterrupt as interrupt:
         # The interrupt may arrive after the files are published, during the wait for readers.
         if to is not None and _directory_at(to) != before:

@@ -6,17 +6,14 @@ Every heartbeat reports the member's whole state, so a restarted hub is complete
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
-import signal
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -30,19 +27,19 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
     UnknownMember,
-    without_frames,
 )
 from penstock.http.phases import PhasesHandler
 from penstock.hub import messages
 from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
-from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.lifecycle import is_ending
 from penstock.logs import log_named
 from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
+from penstock.peer.heartbeats import Heartbeats
 from penstock.peer.host_links import host_links
 from penstock.peer.local_weights import LocalWeights
+from penstock.peer.registration import Registration
 from penstock.peer.server import SOCKET_NAME, PeerServer
 from penstock.phases import Boot, boot_record
 from penstock.telemetry.endpoint import start_configured
@@ -50,25 +47,18 @@ from penstock.telemetry.journey import JourneyFailure, recent_failures
 from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
-from penstock.waits import start_thread
 
 log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
-AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
-"""Interval and TTL of heartbeats in seconds before a hub has responded. They equal the hub's defaults."""
-JOIN_AGAIN_S = 0.1
 
 
 class Member:
     """A run of a process in the fleet, created by `join`. The member leaves the fleet at the end of a `with` block.
 
     Attributes:
-        away: the error that kept this member from joining, or None once it has joined.
         on_damaged: called with corrupt weights that are no longer served, and the error.
     """
-
-    welcome: messages.Welcome
 
     def __init__(
         self,
@@ -95,22 +85,15 @@ class Member:
         self.min_bytes_per_s = min_bytes_per_s
         self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], messages.SyncState]] = []
-        self.hub_is_away = False
-        self.away: HubUnavailable | None = None
         self._drain: messages.Drain | None = None
         self.on_damaged: Callable[[LocalWeights, IntegrityError], None] = lambda weights, error: None
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
-        self._beat_now = threading.Event()
         # A heartbeat may have to register this member again, which sends a heartbeat, so the lock is re-entrant.
         self._reporting = threading.RLock()
-        self._closing = threading.Event()
-        self._grants: GrantChecker | None = None
-        self._grant_key = b""
         self._record = boot_record()
-        self._beaten_s = self._reported_s = 0.0
-        self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
-        self._hello = messages.Hello(
+        self._heartbeats = Heartbeats(self._beat, self._interval_s)
+        hello = messages.Hello(
             member=self.id,
             host=self.host,
             doors=tuple(server.addresses),
@@ -118,6 +101,7 @@ class Member:
             name=f"{socket.gethostname()}:{os.getpid()}",
             num_links=num_links,
         )
+        self.registration = Registration(hub, hello)
 
     @classmethod
     def join(
@@ -164,7 +148,7 @@ class Member:
             server = PeerServer.start(
                 runtime_dir.path / SOCKET_NAME,
                 # `member` is created below. No reader knows the address before the registration.
-                lambda request: member.check_grant(request),
+                lambda request: member.registration.check_grant(request),
                 listen=listen,
                 tls=None if tls is None else tls.server,
                 max_bytes_per_s=max_bytes_per_s,
@@ -188,19 +172,17 @@ class Member:
         self.server.recheck = self.recheck
         self.server.phases = PhasesHandler(self._replica)
         # Register last, because readers may connect as soon as the hub knows the addresses.
-        self.welcome = self._register(join_s, needs_hub=needs_hub)
-        # The registration counts as a heartbeat, because the members of a starting fleet send many requests now.
-        self._beaten_s = self._reported_s = time.monotonic()
-        start_thread(self._beats)
+        self.registration.open(join_s, stall_s=self._stall_s, needs_hub=needs_hub)
+        self._heartbeats.start()
         self._opened = opened.pop_all()
         watch(self)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this member. The metrics endpoint's thread calls this method."""
-        if self._closing.is_set():
+        if self._heartbeats.are_stopped:
             return
-        yield "penstock_members", ("away",), self.hub_is_away
-        yield "penstock_members", ("reachable",), not self.hub_is_away
+        yield "penstock_members", ("away",), self.registration.hub_is_away
+        yield "penstock_members", ("reachable",), not self.registration.hub_is_away
         for weights in self.weights:
             model, on_device = weights.identity.model, "gpu" if weights.device.type == "cuda" else "host"
             state = weights.state if weights.damage is None else "damaged"
@@ -211,46 +193,6 @@ class Member:
             state_of_sync = sync()
             yield "penstock_sync_version", (state_of_sync.name, state_of_sync.side), state_of_sync.version
             yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
-
-    def _register(self, join_s: float | None, *, needs_hub: bool) -> messages.Welcome:
-        # This process may just have started this host's hub, which takes time on a busy host.
-        timeout_s = None if self.hub.is_local else join_s
-        deadline = time.monotonic() + self._stall_s
-        while True:
-            try:
-                return self._greet(timeout_s)
-            except HubUnavailable as error:
-                if not self.hub.is_local and not needs_hub:
-                    self.away, self.hub_is_away = error, True
-                    without_frames(error)
-                    log.warning(
-                        "the hub is away, so this process reads from its fallback and joins the fleet later: %s", error
-                    )
-                    # Accept no grant until a hub sends its public key.
-                    self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
-                    return messages.Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")
-                if not self.hub.is_local or time.monotonic() >= deadline:
-                    raise
-            time.sleep(JOIN_AGAIN_S)
-
-    def _greet(self, timeout_s: float | None = None) -> messages.Welcome:
-        welcome = self.hub.hello(self._hello, timeout_s=timeout_s)
-        if self.away is not None:
-            log.warning("member %s has joined the fleet, because its hub answers now", self.id)
-            self.away = None
-        if welcome.grant_key != self._grant_key:
-            self._grant_key = welcome.grant_key
-            if self._grants is None:
-                self._grants = GrantChecker(welcome.grant_key, self.id)
-            else:
-                # Another thread may be using the checker for the new hub right now, so do not replace the checker.
-                self._grants.trust(welcome.grant_key)
-        return welcome
-
-    def check_grant(self, request: messages.LeaseRequest) -> str:
-        """Validate and consume a grant. Return the reader's caller. Raise GrantRefused for an invalid grant."""
-        assert self._grants is not None
-        return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
         """Register weights with the transports and serve them. With `report=True`, also report the weights now."""
@@ -290,7 +232,7 @@ class Member:
 
     def beat_now(self) -> None:
         """Trigger the next heartbeat now, without waiting for its response."""
-        self._beat_now.set()
+        self._heartbeats.trigger()
 
     def report_now(self) -> None:
         """Send a heartbeat and wait for the response. If the heartbeat fails, the next one reports the change."""
@@ -308,34 +250,26 @@ class Member:
         finally:
             self._reporting.release()
 
-    def _until_beat_s(self) -> float:
+    def _interval_s(self) -> float:
         # A slow hub gets fewer heartbeats, but at least two within the time after which it would forget this member.
-        interval_s = max(self.welcome.beat_s, min(self.hub.rest_s, self.welcome.ttl_s / 4))
-        # A request for upstreams reports only one key, so it postpones a heartbeat only once.
-        return min(self._reported_s, self._beaten_s + interval_s) + interval_s - time.monotonic()
+        welcome = self.registration.welcome
+        return max(welcome.beat_s, min(self.hub.rest_s, welcome.ttl_s / 4))
 
     def _beat(self) -> None:
-        while not self._closing.is_set():
-            while (remaining_s := self._until_beat_s()) > 0 and not self._beat_now.wait(remaining_s):
-                pass
-            self._beat_now.clear()
-            if self._closing.is_set():
-                return
-            # Check before the heartbeat, so that the heartbeat reports corruption.
-            self._spot_check()
-            self.links.sweep()
-            self.server.expire()
-            self._beaten_s = self._reported_s = time.monotonic()
-            try:
-                self._report()
-                self.hub_is_away = False
-            except PenstockError as error:
-                if not self.hub_is_away and isinstance(error, ConfigError):
-                    # The hub responds but does not accept this member, for example because of its protocol version.
-                    log.error("the hub refuses member %s: %s", self.id, error)
-                self.hub_is_away = True
-                # Known upstreams stay usable without the hub. The next heartbeat reports the whole state.
-                self._closing.wait(min(1.0, self.welcome.beat_s))
+        # Check before the heartbeat, so that the heartbeat reports corruption.
+        self._spot_check()
+        self.links.sweep()
+        self.server.expire()
+        try:
+            self._report()
+            self.registration.hub_is_away = False
+        except PenstockError as error:
+            if not self.registration.hub_is_away and isinstance(error, ConfigError):
+                # The hub responds but does not accept this member, for example because of its protocol version.
+                log.error("the hub refuses member %s: %s", self.id, error)
+            self.registration.hub_is_away = True
+            # Known upstreams stay usable without the hub. The next heartbeat reports the whole state.
+            self._heartbeats.pause(min(1.0, self.registration.welcome.beat_s))
 
     def _spot_check(self) -> None:
         for weights in self.weights:
@@ -372,7 +306,7 @@ class Member:
                 raise weights.damage
 
     def _state(self) -> messages.Beat:
-        epoch = self._epoch()
+        epoch = self.registration.epoch
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
         boot = self._record.snapshot()
         return messages.Beat(
@@ -385,20 +319,16 @@ class Member:
 
     def _replica(self, boot: Boot) -> messages.Replica:
         fields = {name: getattr(boot, name) for name in boot.__struct_fields__}
-        return messages.Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
-
-    def _epoch(self) -> int:
-        assert self._grants is not None
-        return self._grants.epoch()
+        return messages.Replica(**fields, member=self.id, name=self.registration.hello.name, host=self.host)
 
     def _status(self, weights: LocalWeights) -> messages.HoldingState:
-        return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
+        return msgspec.structs.replace(weights.status(), grant_epoch=self.registration.epoch)
 
     def _call_hub(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except UnknownMember:
-            self.welcome = self._greet()
+            self.registration.renew()
             with self._reporting:
                 self.hub.beat(self.id, self._state())
             return call()
@@ -416,7 +346,7 @@ class Member:
         reply = self._call_hub(lambda: self.hub.upstreams(request))
         if is_first:
             # Postpone the next heartbeat, because this request has already reported the weights.
-            self._reported_s = time.monotonic()
+            self._heartbeats.postpone()
         return reply
 
     def find_holders(self, wanted: messages.HoldingState, *, within_s: float) -> messages.UpstreamsReply:
@@ -462,7 +392,7 @@ class Member:
 
     def leave(self, drain_s: float = 10.0) -> None:
         """Refuse new leases, wait at most `drain_s` seconds for readers, and leave the hub. Idempotent."""
-        if self._pid != os.getpid() or is_ending() or self._closing.is_set():
+        if self._pid != os.getpid() or is_ending() or self._heartbeats.are_stopped:
             return
         # Refuse leases for all weights first, so that no reader starts while readers of other weights finish.
         for weights in self.weights:
@@ -471,18 +401,15 @@ class Member:
         deadline = time.monotonic() + drain_s
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
-        if recent_failures() and not self.hub_is_away:
+        if recent_failures() and not self.registration.hub_is_away:
             with contextlib.suppress(PenstockError):
                 self._report(LEAVE_S)
-        self._closing.set()
-        self._beat_now.set()
-        self._beats.join(LEAVE_S)
         # A heartbeat after the last message would register this member again.
-        if not self._beats.is_alive() and self.away is None:
+        if self._heartbeats.stop(LEAVE_S) and self.registration.away is None:
             with contextlib.suppress(PenstockError):
                 self.hub.leave(self.id, within_s=LEAVE_S)
         self._opened.close()
-        self._beats.join()
+        self._heartbeats.stop()
 
     def __enter__(self) -> Member:
         return self
@@ -509,38 +436,3 @@ _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
     (StaleDescriptor, "stale"),
     (PermissionDenied, "refused"),
 )
-
-
-_POLL_S = 0.2
-
-
-def until_stopped(
-    stopped: threading.Event,
-    check: Callable[[], None],
-    timeout_s: float | None = None,
-    ready: Callable[[], None] | None = None,
-) -> bool:
-    """Wait until any thread or a signal sets `stopped`. Return False after `timeout_s` seconds.
-
-    `check` is called several times a second, and `ready` once after the signal handlers are installed.
-    """
-    before: dict[int, Any] = {}
-
-    # The handler only sets the event, because it may interrupt code that holds a lock.
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        if ready is not None:
-            ready()
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not stopped.wait(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
-            check()
-            if time.monotonic() >= deadline:
-                return False
-        return True
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

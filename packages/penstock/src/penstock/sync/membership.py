@@ -95,7 +95,7 @@ class Membership:
         """Return all members, oldest first. If the hub is unavailable, return known members or raise HubUnavailable."""
         with self._lock:
             is_listed = self._looked_at > float("-inf")
-            if time.monotonic() - self._looked_at <= max_age_s or (is_listed and self.member.hub_is_away):
+            if time.monotonic() - self._looked_at <= max_age_s or (is_listed and self.member.registration.hub_is_away):
                 return tuple(self._members.values())
         # Do not hold the lock, because a hub that hangs must not block threads that use open sessions.
         try:

@@ -153,7 +153,7 @@ class BoundaryExchange:
         self._planner = BoundaryPlanner(self._membership, layout)
         member.server.handlers[HANDLER] = SyncHandler(
             self._membership.key,
-            member.check_grant,
+            member.registration.check_grant,
             local_version=lambda: self._local_version,
             version_status=self._version_status,
             planner=self._planner,

@@ -107,7 +107,7 @@ class Publisher(Closeable):
         # Set the handler before the first report, because members that learn of this rank from the hub send requests.
         self.member.server.handlers["sync"] = SyncHandler(
             membership.key,
-            self.member.check_grant,
+            self.member.registration.check_grant,
             local_version=lambda: self._registered.served,
             version_status=status,
             planner=Planner(membership, status, lambda: self._registered.layout, terms=self._terms_for),

@@ -24,7 +24,7 @@ from penstock.waits import jitter
 def claim(membership: Membership) -> None:
     """Claim the name as rank 0. Raise ConfigError if an earlier group is alive, or SourceStalled if it stays listed."""
     # The hub forgets a member without heartbeats after its TTL. The stall deadline covers a slow or restarted hub.
-    within_s = membership.member.welcome.ttl_s + membership.stall_s
+    within_s = membership.member.registration.welcome.ttl_s + membership.stall_s
     deadline = time.monotonic() + within_s
     # Last heartbeat of each other group at the time when this rank first saw the group.
     first_seen: dict[str, float] = {}

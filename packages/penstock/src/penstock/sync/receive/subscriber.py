@@ -99,7 +99,7 @@ class Subscriber(Closeable):
         """Join the sync, so that the hub lists this subscriber and other members can send requests."""
         self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
-            self.member.check_grant,
+            self.member.registration.check_grant,
             local_version=self._update_loop.local_version,
             version_status=self._update_loop.status,
             planner=self.planner,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.peer.member import until_stopped
+from penstock.waits import until_stopped
 
 
 def test_signal_in_ready_callback_stops_wait() -> None:
