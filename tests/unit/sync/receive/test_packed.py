@@ -233,14 +233,16 @@ def test_fence_during_packing_raises_stale_descriptor(http: PeerLinks, monkeypat
 
 def test_dead_reader_loses_buffer_lease(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
-    monkeypatch.setattr(packer, "LEASE_S", 0.5)
+    monkeypatch.setattr(packer, "LEASE_S", 60.0)
     world = World(links, MIB)
     source, strips = world.sources[0], short_strips(world)
     first = pack(source, strips)
     assert first.regions is not None
     assert pack(source, strips).regions is None  # the buffer is in use
+    monkeypatch.setattr(packer, "LEASE_S", 0.1)
     source.hold_packed([first.lease], [])
-    second = pack(source, strips, wait_s=5.0)
+    monkeypatch.setattr(packer, "LEASE_S", 60.0)
+    second = pack(source, strips, wait_s=30.0)
     assert second.regions is not None and second.lease != first.lease
     with pytest.raises(StaleDescriptor):
         read(links, world, first)
