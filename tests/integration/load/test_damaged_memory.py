@@ -111,7 +111,7 @@ def test_corrupt_model_is_reloaded_from_members(runtime, small) -> None:
         keeper.member.weights[0].memory.rows[1][5] ^= 1
         wait_until(lambda: keeper.models()[0].num_reloads == 1)
         (holding,) = keeper.member.weights
-        assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
+        assert holding.fetch.path == f"100% shm <- {fleet.member.id[:8]}"
         with ps.cache.attach("small", timeout_s=10.0) as attached:
             assert_same(attached, by_safetensors(small))
 
