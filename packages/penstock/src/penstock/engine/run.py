@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -185,6 +186,7 @@ class RunState:
         self.changed = threading.Condition()
         self.waits = Scope()
         self._silence = StallTimer()
+        self._goes_on = False
         self.error: BaseException | None = None
         self.stopped = False
         self.is_finished = False
@@ -224,24 +226,33 @@ class RunState:
         received = 0 if self.received is None else self.received()
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
-    def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
+    def wait_until(self, reached: Callable[[], bool], *, stall_s: float, timeout_s: float = math.inf) -> bool:
         """Wait until `reached()` is true. The condition is evaluated after every change, with the lock of `changed`.
 
-        Raise the error that stopped the work, SourceStalled if no byte arrived and no item ran for `stall_s` seconds,
-        or KeyboardInterrupt for SIGINT inside `interrupts.deferred`.
+        Return False after `timeout_s`. The next wait then goes on with this one, and so does its timer. Raise the error
+        that stopped the work, SourceStalled if no byte arrived and no item ran for `stall_s` seconds, or
+        KeyboardInterrupt for SIGINT inside `interrupts.deferred`.
         """
+        deadline = time.monotonic() + timeout_s
         with self.changed:
             # Start the timer now, because the consumer of a stream may have been busy for a long time.
-            self._silence.begin()
+            if not self._goes_on:
+                self._silence.begin()
+            self._goes_on = False
             while not reached() and not self.stopped:
                 if self.look() > stall_s:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    self._goes_on = True
+                    return False
                 # Wait only briefly, because received bytes do not wake waiters and an interrupt must be detected soon.
-                self.changed.wait(interrupts.longest_wait_s(min(stall_s, LOOK_S)))
+                self.changed.wait(interrupts.longest_wait_s(min(stall_s, LOOK_S, left_s)))
                 interrupts.raise_if_noted()
         self.check()
+        return True
 
     def wait(self, *, stall_s: float) -> None:
         """Wait until all bytes arrived. See `wait_until`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -185,14 +186,14 @@ class LoadRun(Run):
         """Return whether the load is under way, see `UNDER_WAY_BYTES`. The change wakes the ticket's waiters."""
         return self.ticket.moved_bytes >= self._under_way_bytes
 
-    def wait_reads(self, reads: Iterable[int]) -> None:
-        """Wait until the bytes of these reads are in their slabs. Only one thread may wait."""
+    def wait_reads(self, reads: Iterable[int], timeout_s: float = math.inf) -> bool:
+        """Wait until the bytes of these reads are in their slabs. Return False at the timeout. One thread may wait."""
         # `arrived` empties this set, so that only the last read wakes the waiter.
         awaited = set(reads)
         with self._lock:
             awaited -= self._placed
             self._awaited_reads = awaited
-        self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s)
+        return self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Stop the run, wait for devices and kernel calls, and drop the slabs and the pool. Idempotent."""
