@@ -27,11 +27,10 @@ from penstock.http.compression import Planes
 from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRAILER_WORD
 from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
-from penstock.loader import group
-from penstock.loader.group import LoadGroup
+from penstock.loader.group import plan_digest
 from penstock.plan.layout import Form, Layout
 from penstock.plan.schedule import plan_load
-from penstock.ranks import agreement
+from penstock.ranks import agreement, exchange
 from penstock.storage import MemorySource, manifest
 from penstock.storage.cache import open_cached
 from penstock.storage.safetensors import encode_header
@@ -182,18 +181,7 @@ def _read_check_values(raw: bytes) -> Any:
 
 def _write_plan_digest() -> bytes:
     """The digest that a rank of a load gives to the others after its word, before they read."""
-    given: list[bytes] = []
-
-    class Ranks(LoadGroup):
-        def __init__(self) -> None:
-            pass
-
-        def gather_bytes(self, own: bytes) -> list[bytes]:
-            given.append(own)
-            return [own]
-
-    Ranks().agree_on(plan_load(TABLE, file_nbytes=[160], chunk_bytes=64), "w1-" + "ab" * 32)
-    return given[0][1 : 1 + agreement.DIGEST_BYTES]
+    return plan_digest(plan_load(TABLE, file_nbytes=[160], chunk_bytes=64), "w1-" + "ab" * 32)
 
 
 def _digests() -> bytes:
@@ -238,7 +226,7 @@ def _words() -> bytes:
                 agreement.BEGIN,
                 agreement.END,
             ],
-            "bytes of a round's status": group.STATUS_BYTES,
+            "bytes of a round's status": exchange.STATUS_BYTES,
             "keys of a checkpoint": [BYTES_KEY, PATHS_KEY],
             "request for the page": fd_server.PAGE,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,11 @@ def dies_before(rank: int, world_size: int, directories: list[str], victim: int)
     return everything(rank, world_size, directories, {})
 
 
+def reading_pauses(rank: int, world_size: int, directories: list[str], victim: int) -> Any:
+    patched_reads(lambda: time.sleep(2 * STALL_S), rank, victim)
+    return everything(rank, world_size, directories, {})
+
+
 def run(body: Callable[..., Any], world_size: int, *args: Any, **environ: str) -> list[Outcome]:
     return run_ranks(body, world_size, *args, timeout_s=100, environ=ENVIRON | environ)
 
@@ -186,7 +192,13 @@ def test_group_can_load_after_failed_load(checkpoint: Path, tmp_path: Path) -> N
 def test_failed_read_on_one_rank_fails_all_ranks(checkpoint: Path) -> None:
     outcomes = run(reading_fails, 3, [str(checkpoint)] * 3, 1)
     assert_all_raised(outcomes)
-    assert "the disk is gone" in str(outcomes[1].value)
+    assert all("the disk is gone" in str(outcome.value) for outcome in outcomes)
+
+
+def test_rank_slower_than_stall_timeout_succeeds(checkpoint: Path) -> None:
+    outcomes = run(reading_pauses, 2, [str(checkpoint)] * 2, 1, PENSTOCK_STALL_S=str(STALL_S))
+    assert [outcome.ended for outcome in outcomes] == ["returned"] * 2, outcomes
+    assert all(outcome.seconds > STALL_S for outcome in outcomes)
 
 
 @pytest.mark.parametrize("body", [dies_before, reading_kills])

@@ -294,9 +294,9 @@ def reports_failure(group: ProcessGroup | None, options: ReadOptions, stall_s: f
     """Return a context that reports errors to the other ranks in the group, which are waiting to agree on a plan."""
     if group is None:
         return nullcontext()
-    from penstock.loader.group import LoadGroup
+    from penstock.ranks.agreement import RankWords
 
-    return LoadGroup(group, options.device, stall_s).reports_failure()
+    return RankWords(group, options.device, stall_s).reports_failure()
 
 
 def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,9 +19,11 @@ import torch.distributed as dist
 
 from penstock.config import Settings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, NotFound, OperationFailed, PeerLost, PenstockError
-from penstock.loader.shared_read import BUSY_S, SharedRead, SharedReadReport
+from penstock.loader.shared_read import SharedRead, SharedReadReport
 from penstock.logs import log_named
 from penstock.ranks.agreement import BEGIN, BUSY, END, FAILED, RankWords
+from penstock.ranks.collectives import forget_group, own_group
+from penstock.ranks.exchange import BUSY_S
 from penstock.storage import open_source, timed
 from penstock.storage.safetensors import Header, read_header
 from penstock.storage.weight_set import open_weights
@@ -62,9 +63,9 @@ class SharedFiles:
         self.device = torch.device("cpu")
         if "nccl" in str(dist.get_backend(group)):
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._ranks = RankWords(self._group, self.device, self._settings.stall_s)
-        # A round on CUDA has six waits below a millisecond. On the CPU, polling takes CPU time from the reads.
-        self._ranks.poll_s = 5e-5 if self.device.type == "cuda" else 5e-4
+        # A round on CUDA has waits below a millisecond. On the CPU, polling takes CPU time from the reads.
+        poll_s = 5e-5 if self.device.type == "cuda" else 5e-4
+        self._ranks = RankWords(self._group, self.device, self._settings.stall_s, poll_s=poll_s)
         self._open: list[SharedFile] = []
         # The files that were opened since the last shared read began.
         self._new: list[SharedFile] = []
@@ -224,40 +225,6 @@ class SharedFiles:
             report = read.close()
             self.reports.append(report)
             _logger.info("penstock: %s", report)
-
-
-_own_groups: dict[str, dist.ProcessGroup] = {}
-"""Separate groups, by the name of the group with the same ranks. None is ever destroyed, because NCCL takes a second
-to create a group, and a new group with the same name would find the addresses of a destroyed one."""
-
-
-def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """Return a separate group with the same ranks for Penstock's collectives. The first call is collective."""
-    name = group.group_name
-    own = _own_groups.get(name)
-    if own is not None:
-        try:
-            dist.get_rank(own)
-        except (RuntimeError, ValueError):
-            # torch.distributed was shut down and initialised again.
-            own = None
-    if own is None:
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(
-            ranks,
-            backend=dist.get_backend(group),
-            timeout=timedelta(seconds=max(60.0, timeout_s)),
-            # Without this option, every rank in the world would have to make this call.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
-        _own_groups[name] = own
-    return own
-
-
-def forget_group(own: dist.ProcessGroup) -> None:
-    """Make the next load create a new group. The old group is not destroyed, because NCCL may wait for a lost rank."""
-    for name in [name for name, group in _own_groups.items() if group is own]:
-        del _own_groups[name]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,7 +1,6 @@
 """A weight set that the ranks in a group read once and exchange ahead of the requests of each rank's program.
 
-The tensors' bytes are cut into turns, which the ranks read in rotation. In each round every rank sends READY, BUSY or
-FAILED. If all ranks are READY, they gather their turns, and each rank keeps the bytes that its program wants. The
+The tensors are exchanged in the likely order of the requests, and each rank keeps the bytes that its program wants. The
 program may skip tensors, take slices or use a different order. Tensors wait in a bounded window until the program
 requests them. A tensor that was dropped from the window is read again by this rank alone.
 """
@@ -22,25 +21,16 @@ from blake3 import blake3
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
 from penstock.engine.check import TensorChecker
-from penstock.errors import Cancelled, DestinationError, NotFound, PeerLost, PenstockError
+from penstock.errors import Cancelled, DestinationError, NotFound
 from penstock.loader.index import bounding_box
 from penstock.loader.shared_turns import TurnPiece, TurnRegion, cut_turns, region_of
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
-from penstock.ranks.agreement import BUSY, FAILED, READY, RankWords
+from penstock.ranks.agreement import RankWords
+from penstock.ranks.exchange import BUSY_S, STATUS_BYTES, RankExchange, reads_per_turn
 from penstock.report import Summarised, bytes_text
 from penstock.storage.files import FileSource
 from penstock.storage.weight_set import WeightSet, nothing_to_verify
 from penstock.types import GB, Box, DType
-
-BUSY_S = 1.0
-"""Seconds after which a rank that cannot continue sends BUSY, so that the other ranks do not consider it lost."""
-
-ROUND_BYTES = 64 << 20
-"""Bytes that a rank contributes to a round on CUDA. Each round costs an agreement of about 5 ms. Source: 0.7 s in 132
-agreements, benchmarks/results/h100x2_202611/from_pretrained.md."""
-
-ALIGN_BYTES = 512
-"""Alignment of payloads in bytes, for copy engines."""
 
 MAX_READS = 16
 """Number of concurrent reads. 16 reads of 8 MiB saturate a link of 10 Gb/s with round trips of 100 ms."""
@@ -134,17 +124,21 @@ class SharedRead:
         is_host = ranks.device.type == "cpu"
         budget = settings.memory_bytes
         self._window_limit = budget // 2
-        # A turn consists of whole leaves, so that its reader can compare all of them.
-        share = budget // 4 // ranks.world_size if is_host else settings.chunk_bytes
-        self._turn_bytes = max(
-            self._leaf_bytes, min(settings.chunk_bytes, share) // self._leaf_bytes * self._leaf_bytes
-        )
-        # On the CPU the host waits for each round, so a larger round would only use more memory.
-        self._per_round = 1 if is_host else max(1, min(ROUND_BYTES, budget // 4) // self._turn_bytes)
+        # A read consists of whole leaves, so that its reader can compare all of them.
+        share = budget // 4 // ranks.world_size - STATUS_BYTES if is_host else settings.chunk_bytes
+        max_read_bytes = max(self._leaf_bytes, min(settings.chunk_bytes, share) // self._leaf_bytes * self._leaf_bytes)
         self._order = [self._row_of[name] for name in names]
-        self._turns = list(cut_turns(self._table.nbytes.tolist(), self._order, self._turn_bytes, self._leaf_bytes))
-        self._num_rounds = -(-len(self._turns) // (self._per_round * ranks.world_size))
-        self._tensors = [_Tensor(nbytes) for nbytes in self._table.nbytes.tolist()]
+        per_turn = reads_per_turn(ranks.device, max_read_bytes, budget // 4)
+        nbytes = self._table.nbytes.tolist()
+        self._turns = cut_turns(nbytes, self._order, max_read_bytes, self._leaf_bytes, per_turn)
+        self._max_read_bytes, self._max_turn_bytes = max_read_bytes, per_turn * max_read_bytes
+        self._exchange = RankExchange(ranks, [turn[-1][-1].at + turn[-1][-1].nbytes for turn in self._turns])
+        # On the CPU, turns are read into the payloads. On CUDA, they are read into pinned memory.
+        most = budget // 4 // self._exchange.width if is_host else budget // 2 // self._max_turn_bytes
+        self._depth = min(self._exchange.num_rounds, max(2, min(MAX_READS, most)))
+        self._staging: list[torch.Tensor] = []
+        self._posted: list[list[Future[None]]] = []
+        self._tensors = list(map(_Tensor, nbytes))
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._discards = False
@@ -158,7 +152,7 @@ class SharedRead:
         self._progressed = time.monotonic()
         digest = blake3(weights.manifest.revision.encode())
         digest.update("\n".join(names).encode())
-        digest.update(f"{len(self._turns)} {self._turn_bytes} {self._per_round}".encode())
+        digest.update(f"{sum(map(len, self._turns))} {max_read_bytes} {per_turn}".encode())
         self.digest = digest.digest()
         self._reader = ThreadPoolExecutor(MAX_READS, thread_name_prefix="penstock-shared-read")
         self._done = threading.Event()
@@ -273,8 +267,8 @@ class SharedRead:
     def _read_again(self, row: int) -> torch.Tensor:
         nbytes = int(self._table.nbytes[row])
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        for at in range(0, nbytes, self._turn_bytes):
-            stop = min(nbytes, at + self._turn_bytes)
+        for at in range(0, nbytes, self._max_read_bytes):
+            stop = min(nbytes, at + self._max_read_bytes)
             self._read(row, at, stop, buffer[at:stop].numpy().data)
         with self._changed:
             self._again_bytes += nbytes
@@ -323,32 +317,25 @@ class SharedRead:
             why=self.why,
         )
 
-    def _turns_of(self, k: int, rank: int) -> list[list[TurnPiece]]:
-        first = (k * self._ranks.world_size + rank) * self._per_round
-        return self._turns[first : first + self._per_round]
+    def _pieces(self, k: int) -> Iterator[tuple[int, TurnPiece]]:
+        """Yield each piece of round k with its rank."""
+        for rank, turn in enumerate(self._exchange.turns(k)):
+            for read in self._turns[turn] if turn < len(self._turns) else ():
+                for piece in read:
+                    yield rank, piece
 
-    def _pieces(self, k: int) -> Iterator[tuple[int, int, TurnPiece]]:
-        """Yield each piece of round k with its rank and its offset in the rank's payload."""
-        for rank in range(self._ranks.world_size):
-            for at, turn in enumerate(self._turns_of(k, rank)):
-                for piece in turn:
-                    yield rank, at * self._turn_bytes + piece.at, piece
-
-    def _post_reads(self, k: int, staging: torch.Tensor) -> list[Future[None]]:
-        if k >= self._num_rounds:
+    def _post_reads(self, k: int) -> list[Future[None]]:
+        turn = self._exchange.turns(k)[self._ranks.rank]
+        if turn >= len(self._turns):
             return []
-        turns = self._turns_of(k, self._ranks.rank)
-        return [
-            self._reader.submit(self._read_turn, turn, staging[at * self._turn_bytes : (at + 1) * self._turn_bytes])
-            for at, turn in enumerate(turns)
-        ]
+        memory = (self._staging[k % self._depth] if self._staging else self._exchange.payload(k)).numpy().data
+        return [self._reader.submit(self._read_pieces, read, memory) for read in self._turns[turn]]
 
-    def _read_turn(self, turn: list[TurnPiece], staging: torch.Tensor) -> None:
-        view = staging.numpy().data
-        for piece in turn:
-            self._read(piece.row, piece.start, piece.stop, view[piece.at : piece.at + piece.nbytes])
+    def _read_pieces(self, pieces: list[TurnPiece], memory: memoryview) -> None:
+        for piece in pieces:
+            self._read(piece.row, piece.start, piece.stop, memory[piece.at : piece.at + piece.nbytes])
         with self._changed:
-            self._read_bytes += sum(piece.nbytes for piece in turn)
+            self._read_bytes += sum(piece.nbytes for piece in pieces)
 
     def _read(self, row: int, start: int, stop: int, into: memoryview) -> None:
         source = self._weights.sources[int(self._table.file_index[row])]
@@ -359,78 +346,59 @@ class SharedRead:
     def exchange(self) -> None:
         """Read and exchange everything. Collective. On CUDA the current stream must belong to this thread."""
         try:
-            self._exchange()
+            num_payloads = self._depth if self._ranks.device.type == "cpu" else 1
+            self._exchange.prepare(self.digest, num_payloads=num_payloads)
+            self._exchange.carry_out(self)
         except BaseException as error:
             self.fail(error)
             raise
         finally:
+            self._staging, self._posted = [], []
             self._done.set()
 
-    def _exchange(self) -> None:
-        if not self._num_rounds:
-            return
-        cuda = self._ranks.device.type == "cuda"
-        width = self._turn_bytes * self._per_round
-        depth = min(self._num_rounds, max(2, min(MAX_READS, self._settings.memory_bytes // 4 // width)))
-        try:
-            staging = [torch.empty(width, dtype=torch.uint8, pin_memory=cuda) for _ in range(depth)]
-            gathered = torch.empty(self._ranks.world_size * width, dtype=torch.uint8, device=self._ranks.device)
-            send = torch.empty(width, dtype=torch.uint8, device=self._ranks.device) if cuda else None
-        except (RuntimeError, MemoryError) as failed:
-            error = DestinationError(f"cannot allocate the buffers of the exchange: {failed}")
-            # Send FAILED, so that the other ranks do not wait for the word of round 0 until `stall_s`.
-            self._ranks.agree(FAILED, error=error)
-            raise error from failed
-        reads = [self._post_reads(k, buffer) for k, buffer in enumerate(staging)]
-        for k in range(self._num_rounds):
-            slot = k % len(staging)
-            while True:
-                try:
-                    word = self._word(k, reads[slot])
-                except (PenstockError, OSError, RuntimeError) as failed:
-                    self.fail(failed)
-                    word = FAILED
-                # A failed rank sends FAILED, so that the other ranks do not block.
-                if self._ranks.agree(word, error=self._error if word == FAILED else None):
-                    break
+    def begin(self) -> None:
+        """See `RankPart.begin`."""
+        if self._ranks.device.type == "cuda":
+            shape = (self._depth, self._exchange.width - STATUS_BYTES)
             try:
-                self._round(k, staging[slot], send, gathered)
-            except PeerLost:
-                raise
-            except (PenstockError, RuntimeError) as failed:
-                self.fail(DestinationError(f"cannot keep what arrived: {failed}"))
-            reads[slot] = self._post_reads(k + len(staging), staging[slot])
+                self._staging = list(torch.empty(shape, dtype=torch.uint8, pin_memory=True))
+            except RuntimeError as error:
+                raise DestinationError(f"cannot allocate the buffers of the exchange: {error}") from error
+        self._posted = [self._post_reads(k) for k in range(self._depth)]
 
-    def _word(self, k: int, reads: list[Future[None]]) -> int:
-        """Return this rank's word before round k within `BUSY_S`, or raise this rank's error."""
-        deadline = time.monotonic() + min(BUSY_S, self._settings.stall_s / 4)
-        for read in reads:
+    def fill(self, k: int, payload: torch.Tensor, timeout_s: float) -> bool:
+        """See `RankPart.fill`. This rank can keep a round if the window has space for it."""
+        deadline = time.monotonic() + timeout_s
+        for read in self._posted[k % self._depth]:
             try:
                 read.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 # The source has a deadline and raises if it makes no progress.
                 if not read.done():
-                    return BUSY
+                    return False
                 read.result()
         with self._changed:
             while True:
                 if self._error is not None:
-                    return FAILED
+                    raise self._error
                 if self._has_space(k):
-                    return READY
+                    break
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    return BUSY
+                    return False
                 began = time.monotonic()
                 self._changed.wait(left)
                 self._busy_s += time.monotonic() - began
+        if self._staging:
+            payload.copy_(self._staging[k % self._depth], non_blocking=True)
+        return True
 
     def _has_space(self, k: int) -> bool:
         """Return whether the window can hold the bytes of round k, after dropping tensors that are not awaited."""
         if self._discards:
             return True
         arriving: dict[int, int] = {}
-        for _, _, piece in self._pieces(k):
+        for _, piece in self._pieces(k):
             arriving[piece.row] = arriving.get(piece.row, 0) + piece.nbytes
         need = sum(nbytes for row, nbytes in arriving.items() if self._tensors[row].goes_to_window)
         space = self._window_limit - need
@@ -443,7 +411,7 @@ class SharedRead:
         waited = [self._position[row] for row in self._waited if not self._tensors[row].is_complete]
         if any(position <= max(self._position[row] for row in arriving) for position in waited):
             # A thread waits for this round, so let the window exceed its limit by one round.
-            self._drop(space + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
+            self._drop(space + self._max_turn_bytes * self._ranks.world_size, lambda tensor: True)
             return True
         # Drop skipped tensors if every tensor that the program waits for comes after them, or if the program has
         # requested nothing for so long that the other ranks cannot wait any longer.
@@ -464,71 +432,50 @@ class SharedRead:
             if tensor.in_window and not tensor.num_waiting and may_go(tensor):
                 self._release(tensor)
 
-    def _round(self, k: int, staging: torch.Tensor, send: torch.Tensor | None, gathered: torch.Tensor) -> None:
-        ranks, pieces = self._ranks, list(self._pieces(k))
-        # All ranks know the plan, and therefore the size of the largest payload in the round.
-        largest = max(begin + piece.nbytes for _, begin, piece in pieces)
-        width = min(-(-largest // ALIGN_BYTES) * ALIGN_BYTES, len(staging))
-        payload = staging[:width]
-        if send is not None:
-            payload = send[:width].copy_(payload, non_blocking=True)
-        received = gathered[: width * ranks.world_size]
-        ranks.finish(ranks.post_gather(received, payload))
-        rows = received.view(ranks.world_size, width)
-        done: list[_Tensor] = []
+    def keep(self, k: int, payloads: torch.Tensor) -> None:
+        """See `RankPart.keep`. The bytes are counted in `arrived`, because on a device the copies are only queued."""
         with self._changed:
-            for rank, begin, piece in pieces:
-                if rank != ranks.rank:
+            for rank, piece in self._pieces(k):
+                tensor, data = self._tensors[piece.row], payloads[rank, piece.at : piece.at + piece.nbytes]
+                if tensor.is_gone:
+                    continue
+                if tensor.buffer is None:
+                    tensor.buffer = _new_buffer(tensor.region.nbytes if tensor.region else tensor.nbytes, data.device)
+                if tensor.region is not None:
+                    tensor.region.place(tensor.buffer, piece.start, data)
+                else:
+                    tensor.buffer[piece.start : piece.stop].copy_(data)
+
+    def arrived(self, k: int) -> None:
+        """See `RankPart.arrived`."""
+        with self._changed:
+            for rank, piece in self._pieces(k):
+                if rank != self._ranks.rank:
                     self._group_bytes += piece.nbytes
-                self._keep(piece, rows[rank, begin : begin + piece.nbytes], done)
-            if send is None:
-                self._arrived(done)
-        if send is not None:
-            event = torch.cuda.Event()
-            event.record()
-            # Poll with a deadline, which `synchronize` does not have.
-            ranks.wait(event.query)
-            with self._changed:
-                self._arrived(done)
-
-    def _keep(self, piece: TurnPiece, data: torch.Tensor, done: list[_Tensor]) -> None:
-        tensor = self._tensors[piece.row]
-        if tensor.is_gone:
-            return
-        if tensor.buffer is None:
-            tensor.buffer = _new_buffer(tensor.nbytes if tensor.region is None else tensor.region.nbytes, data.device)
-        if tensor.region is not None:
-            tensor.region.place(tensor.buffer, piece.start, data)
-        else:
-            tensor.buffer[piece.start : piece.stop].copy_(data)
-        nbytes = piece.nbytes
-        if tensor.goes_to_window:
-            tensor.in_window += nbytes
-            self._window_bytes += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._window_bytes)
-        # Count the last bytes after the round, because on a device the copies are only queued.
-        if tensor.arrived + nbytes == tensor.nbytes:
-            done.append(tensor)
-        else:
-            tensor.arrived += nbytes
-
-    def _arrived(self, done: list[_Tensor]) -> None:
-        for tensor in done:
-            if not tensor.is_gone:
-                tensor.arrived = tensor.nbytes
-        if done:
+                tensor = self._tensors[piece.row]
+                if tensor.is_gone:
+                    continue
+                if tensor.goes_to_window:
+                    tensor.in_window += piece.nbytes
+                    self._window_bytes += piece.nbytes
+                    self._peak_bytes = max(self._peak_bytes, self._window_bytes)
+                tensor.arrived += piece.nbytes
             self._changed.notify_all()
+        self._posted[k % self._depth] = self._post_reads(k + self._depth)
 
 
 def _new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate memory for a tensor or a region, which the current stream fills and the program keeps."""
-    if device.type != "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8)
-    current, program = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    # Torch does not reuse memory that was freed on another stream. transformers reserves the model's size on the
-    # default stream, so allocate there.
-    with torch.cuda.stream(program):
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    try:
+        if device.type != "cuda":
+            return torch.empty(nbytes, dtype=torch.uint8)
+        current, program = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        # Torch does not reuse memory that was freed on another stream. transformers reserves the model's size on the
+        # default stream, so allocate there.
+        with torch.cuda.stream(program):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise DestinationError(f"cannot keep what arrived: {error}") from error
     # Kernels of the program that used this memory may still run.
     current.wait_stream(program)
     buffer.record_stream(current)

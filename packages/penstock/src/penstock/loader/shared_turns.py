@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -12,7 +12,7 @@ from penstock.types import Box
 
 
 class TurnPiece(msgspec.Struct, frozen=True):
-    """Bytes `[start, stop)` of a tensor, at offset `at` in a rank's payload for a round."""
+    """Bytes `[start, stop)` of a tensor, at offset `at` in their turn."""
 
     row: int
     start: int
@@ -64,29 +64,31 @@ class TurnRegion(msgspec.Struct, frozen=True):
 
 
 def cut_turns(
-    nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int
-) -> Iterator[list[TurnPiece]]:
-    """Yield the pieces of each turn of at most `turn_bytes`: the tensors' bytes in `order`, split between leaves."""
-    turn: list[TurnPiece] = []
-    at = 0
+    nbytes: Sequence[int], order: Sequence[int], read_bytes: int, leaf_bytes: int, per_turn: int
+) -> list[list[list[TurnPiece]]]:
+    """Return the pieces of each read in each turn: the tensors' bytes in `order`, split between leaves.
+
+    A read has at most `read_bytes`, and a turn has `per_turn` reads.
+    """
+    turns: list[list[list[TurnPiece]]] = []
+    # Begin a turn with the first piece.
+    num_reads, at, left = per_turn, 0, 0
     for row in order:
         start = 0
         while start < nbytes[row]:
-            stop = min(nbytes[row], start + turn_bytes - at)
+            stop = min(nbytes[row], start + left)
             if stop < nbytes[row]:
                 stop -= stop % leaf_bytes
             if stop <= start:
-                yield turn
-                turn, at = [], 0
+                if num_reads == per_turn:
+                    turns.append([])
+                    num_reads = at = 0
+                turns[-1].append([])
+                num_reads, left = num_reads + 1, read_bytes
                 continue
-            turn.append(TurnPiece(row, start, stop, at))
-            at += stop - start
-            start = stop
-            if at >= turn_bytes:
-                yield turn
-                turn, at = [], 0
-    if turn:
-        yield turn
+            turns[-1][-1].append(TurnPiece(row, start, stop, at))
+            at, left, start = at + stop - start, left - (stop - start), stop
+    return turns
 
 
 def region_of(box: Box, shape: Sequence[int], nbytes: int) -> TurnRegion | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PeerLost, PlanError
+from penstock.errors import PeerLost, PenstockError, PlanError
 from penstock.ranks.collectives import GroupCollectives
 
 READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
@@ -52,15 +53,20 @@ class RankWords(GroupCollectives):
             )
         return True
 
+    @contextmanager
+    def reports_failure(self) -> Iterator[None]:
+        """Report an error in the block to the other ranks, which call `agree` after their block, and raise it."""
+        try:
+            yield
+        except PenstockError as error:
+            self.agree(error=error)
+
 
 def reasons_of(groups: Sequence[dist.ProcessGroup], why: str, *, stall_s: float) -> list[str]:
     """Return the texts of all ranks of a grid, whose dims are these groups on the CPU. Collective in each group."""
     texts = encoded_reason(why)
     for group in groups:
-        ranks = RankWords(group, torch.device("cpu"), stall_s)
-        # The engine may be paused meanwhile.
-        ranks.poll_s = 1e-3
-        texts = b"".join(ranks.gather_bytes(texts))
+        texts = b"".join(RankWords(group, torch.device("cpu"), stall_s).gather_bytes(texts))
     return [decoded_reason(texts[at : at + REASON_BYTES]) for at in range(0, len(texts), REASON_BYTES)]
 
 

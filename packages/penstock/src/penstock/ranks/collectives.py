@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,21 +15,25 @@ from penstock.errors import PeerLost, PlanError
 # torch 2.13 renamed this function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+POLL_S = 1e-3
+"""Seconds between two checks of a collective, about half of a round of a load. Each check takes the GIL from the thread
+that reads."""
+
 
 class GroupCollectives:
     """Collectives of a group. If a rank dies or is silent for `stall_s`, the other ranks raise PeerLost.
 
     Every rank must make the same calls in the same order. The gloo (host memory) or NCCL (devices) group belongs to
-    the caller and is never aborted. The exchanged tensors are on `device`.
+    the caller and is never aborted. The exchanged tensors are on `device`. A wait checks its collective every `poll_s`.
     """
 
-    poll_s = 0.01
-    """Seconds between two polls of a collective."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, stall_s: float, *, poll_s: float = POLL_S
+    ) -> None:
         self.group = group
         self.device = device
         self.stall_s = stall_s
+        self._poll_s = poll_s
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
@@ -56,6 +61,10 @@ class GroupCollectives:
         """Wait for a posted collective. Raises PeerLost if the collective failed or stalled for `stall_s`."""
         self.wait(work.is_completed)
         # A completed collective may have failed, and only `wait` raises the error.
+        self.join(work)
+
+    def join(self, work: Any) -> None:
+        """Let the current stream wait for a posted collective, without a deadline. On the CPU, this thread waits."""
         try:
             work.wait()
         except (RuntimeError, ValueError) as error:
@@ -69,7 +78,7 @@ class GroupCollectives:
             while not is_done():
                 if time.monotonic() > deadline:
                     raise self._lost(f"another rank of the group was silent for {self.stall_s} s")
-                time.sleep(self.poll_s)
+                time.sleep(self._poll_s)
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error)) from error
 
@@ -77,3 +86,37 @@ class GroupCollectives:
         # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
         hint = "check the errors of the other ranks, and create a new process group"
         return PeerLost(f"rank {self.rank}: {why}", hint=hint)
+
+
+_own_groups: dict[str, dist.ProcessGroup] = {}
+"""Separate groups, by the name of the group with the same ranks. None is ever destroyed, because NCCL takes a second
+to create a group, and a new group with the same name would find the addresses of a destroyed one."""
+
+
+def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
+    """Return a separate group with the same ranks for Penstock's collectives. The first call is collective."""
+    name = group.group_name
+    own = _own_groups.get(name)
+    if own is not None:
+        try:
+            dist.get_rank(own)
+        except (RuntimeError, ValueError):
+            # torch.distributed was shut down and initialised again.
+            own = None
+    if own is None:
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(
+            ranks,
+            backend=dist.get_backend(group),
+            timeout=timedelta(seconds=max(60.0, timeout_s)),
+            # Without this option, every rank in the world would have to make this call.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        _own_groups[name] = own
+    return own
+
+
+def forget_group(own: dist.ProcessGroup) -> None:
+    """Make the next load create a new group. The old group is not destroyed, because NCCL may wait for a lost rank."""
+    for name in [name for name, group in _own_groups.items() if group is own]:
+        del _own_groups[name]
