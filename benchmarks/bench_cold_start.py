@@ -22,10 +22,10 @@ from pathlib import Path
 
 from tests.support.fleet import Task, Worker
 from tests.support.fork_server import ForkServer
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.cli.checkpoints import manifest
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

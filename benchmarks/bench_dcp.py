@@ -4,8 +4,8 @@
 
 Ranks are processes of one gloo group; a time is from a barrier to the next: that of the slowest rank. In each row the
 tools take turns, one warm-up of each first. Cold files were written, synced and dropped from the page cache. Over HTTP
-the server is `penstock.testing.http_server` in a process of its own: on loopback without a limit, and with a bandwidth
-for each connection and a latency for each request, as object stores have. fsspec needs aiohttp for it. Torch's reader
+the server is a `RangeServer` in a process of its own: on loopback without a limit, and with a bandwidth for each
+connection and a latency for each request, as object stores have. fsspec needs aiohttp for it. Torch's reader
 of Hugging Face checkpoints takes a local directory only: its row over HTTP is fsspec's download by rank 0 to an empty
 directory, and then the reader. The limits over HTTP are plain range requests by each rank, on as many connections as
 Penstock opens: for its share of the bytes in 8 MiB each, and one for each part of a tensor. Memory is the largest
@@ -112,7 +112,7 @@ def _rank(body: Callable[..., Any], rank: int, count: int, store: str, pipe: Any
 
 
 def _serve(place: Path, bytes_per_s: int, latency_s: float, pipe: Any) -> None:
-    from penstock.testing.http_server import Faults, RangeServer
+    from tests.support.servers.http_server import Faults, RangeServer
 
     faults = Faults(slow_bytes_per_s=bytes_per_s or None, latency_s=latency_s)
     with RangeServer(place, faults=faults) as server:

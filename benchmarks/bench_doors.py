@@ -37,9 +37,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.door_worker import DOORS, Door, Job
 from benchmarks.load import cache
+from tests.support.servers.http_server import Faults, RangeServer
 from tests.support.servers.network_volume import NetworkVolume, refusal
-
-from penstock.testing.http_server import Faults, RangeServer
 
 WORKER = [sys.executable, "-m", "benchmarks.door_worker"]
 STATES = ("kept", "new", "cold", "hub", "volume", "http")

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.servers.http_server import RangeServer
 
-from penstock.testing.http_server import RangeServer
 from penstock.types import GIB
 
 WIDTH, ROWS = 4096, 4096

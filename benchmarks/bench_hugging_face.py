@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tests.support.servers.http_server import Faults
 from tests.support.servers.hugging_face import HuggingFaceServer
 
-from penstock.testing.http_server import Faults
 from penstock.types import GIB
 
 _SHARDS = 4

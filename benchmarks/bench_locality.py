@@ -20,10 +20,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.support.servers.http_server import RangeServer
+
 import penstock
 from penstock.config import parse_bytes
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock_convert.convert import ConvertReport, WorkerSettings, convert
 from penstock_convert.workers.launch import Launcher, LocalLauncher
 

@@ -250,7 +250,7 @@ def serving(kind: str, folder: Path, data: bytes) -> Iterator[dict[str, str]]:
             yield {"endpoint": server.endpoint, "access_key": server.access_key, "secret_key": server.secret_key}
         return
     if kind == "rangeserver":  # for a look at the benchmark itself: it shares this process's interpreter
-        from penstock.testing.http_server import RangeServer
+        from tests.support.servers.http_server import RangeServer
 
         with RangeServer({f"{BUCKET}/{KEY}": data}) as plain_server:
             yield {"endpoint": plain_server.url, "access_key": "any", "secret_key": "any"}

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import transformers
+from tests.support.servers.http_server import Faults, RangeServer
 
 import penstock as ps
-from penstock.testing.http_server import Faults, RangeServer
 from penstock_hf.transformers import from_pretrained, start_from_pretrained
 
 WAIT_S = 60.0

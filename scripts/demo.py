@@ -289,9 +289,9 @@ def add_rows(
 def demo(args: argparse.Namespace) -> int:
     """Run everything in order. Return 0 if every bit is equal and the damage was detected."""
     from demo_fleet import fleet_demo
+    from tests.support.servers.http_server import Faults, RangeServer
 
     from penstock.storage.weight_set import sidecar_uri
-    from penstock.testing.http_server import Faults, RangeServer
 
     directory = Path(args.dir) / "llama"
     files = write_checkpoint(directory, int(args.gib * GIB))

@@ -18,8 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from tests.support.fleet import Task, Worker
-
-from penstock.testing.http_server import RangeServer
+from tests.support.servers.http_server import RangeServer
 
 GB, MB = 10**9, 10**6
 STARTED_S = 120.0

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.servers.http_server import RangeServer
 
 from benchmarks import bench_gguf
-from penstock.testing.http_server import RangeServer
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from tests.chaos.fleets import LIES, TRANSIENT, storage_faults
 from tests.chaos.harness import STALL_S, Round
-
-from penstock.testing.http_server import Faults, RangeServer
+from tests.support.servers.http_server import Faults, RangeServer
 
 MAX_FAULTS = 4
 """Maximum number of consecutive faults. Five attempts without a byte are the default, and all may meet the same

@@ -16,9 +16,9 @@ from tests.chaos.harness import SHORT_TIMEOUTS, STALL_S, Process, Round
 from tests.support import redis_server
 from tests.support.fleet import Task, Worker
 from tests.support.redis_server import RedisServer
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.errors import PenstockError
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 FORGOTTEN_BYTES = 2 * MIB

@@ -27,11 +27,11 @@ from typing import Any, ClassVar, NoReturn
 from tests.support.compare import by_safetensors
 from tests.support.fleet import Worker, digests
 from tests.support.fork_server import Forked, ForkServer
+from tests.support.servers.http_server import RangeServer
 
 from penstock.cli.checkpoints import manifest
 from penstock.errors import PenstockError, SourceStalled
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 
 STALL_S = 6.0

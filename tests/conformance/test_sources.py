@@ -13,13 +13,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.config import Settings
 from penstock.errors import ConfigError, SourceStalled, SourceUnavailable
 from penstock.storage import MemorySource, Source, open_source
 from penstock.storage.cache import CachedSource, open_cached
 from penstock.storage.files import FileSource
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.source_suite import SourceTests, read, sample
 
 SETTINGS = Settings(stall_s=20.0)

@@ -15,11 +15,11 @@ from tests.support import compare
 from tests.support.compare import bits, by_safetensors
 from tests.support.every_dtype import every_dtype
 from tests.support.moe import write_moe
+from tests.support.servers.http_server import RangeServer
 from tests.support.shards import shard_box
 
 import penstock
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock.types import MIB, Box
 
 pytestmark = pytest.mark.gpu

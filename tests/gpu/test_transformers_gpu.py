@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
 from tests.support.keeper import KeeperProcess  # noqa: E402 - after what it needs
+from tests.support.servers.http_server import Faults, RangeServer  # noqa: E402
 from tests.support.tiny_models import save_llama  # noqa: E402
 
 import penstock as ps  # noqa: E402
-from penstock.testing.http_server import Faults, RangeServer  # noqa: E402
 from penstock_hf.transformers import from_pretrained, start_from_pretrained  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -15,10 +15,10 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+from tests.support.servers.http_server import RangeServer
 
 from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open as ours
-from penstock.testing.http_server import RangeServer
 from penstock_hf.safetensors import install, installed, is_gpu, uninstall
 
 

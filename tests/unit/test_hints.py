@@ -15,6 +15,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("torch")
 import torch
 from safetensors.torch import save_file
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 import penstock_convert
@@ -28,7 +29,6 @@ from penstock.hub.messages import Status
 from penstock.peer.server import PeerServer
 from penstock.storage.manifest import check_signature, sign
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 from penstock_convert.request import plan
 from penstock_convert.workers.launch import LocalLauncher
@@ -118,7 +118,7 @@ def test_every_conversion_error_has_hint(llama: Path, tmp_path: Path) -> None:
         assert "doctor" in hint_of(lambda: launcher.spawn("w", "cuda:99", "", ""))
 
 
-@pytest.mark.parametrize("extra", ["hub", "redis", "aws", "ray", "nixl", "torch"])
+@pytest.mark.parametrize("extra", ["metrics", "redis", "aws", "ray", "nixl", "torch"])
 def test_missing_extra_hint_names_installable_packages(extra: str) -> None:
     hint = install_hint(extra)
     assert re.fullmatch(r"pip install( '[a-z0-9-]+[<>=0-9.,]+')+", hint) and "penstock" not in hint

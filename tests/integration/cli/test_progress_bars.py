@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.fork_server import ForkServer
+from tests.support.servers.http_server import Faults, RangeServer
 from tests.support.terminal import Terminal
-
-from penstock.testing.http_server import Faults, RangeServer
 
 ENDED = re.compile(r"100 % of [\d.]+ [kMGT]?\w+(?:, [\d.]+ [kMG]?\w+/s, in [\d.:]+(?: s)?)?$")
 RUNNING = re.compile(r"\d+ % of [\d.]+ [kMG]?B, [\d.]+ [kMG]?B/s, [\d.:]+( s)? left")

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.support.compare import by_safetensors
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, SourceChanged, SourceTruncated
-from penstock.testing.http_server import RangeServer
 from penstock_convert.convert import WorkerSettings, convert
 from penstock_convert.operations.operation import CopyOperation
 from penstock_convert.result import Journal

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from tests.support.fork_server import ForkServer
 from tests.support.jobs import convert_as
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 from penstock_convert.convert import WorkerSettings
 from penstock_convert.workers import launch as launcher_module

@@ -15,12 +15,12 @@ import pytest
 import xxhash
 from tests.support.compare import assert_same, by_safetensors
 from tests.support.jobs import convert_as
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 from penstock.cli.checkpoints import manifest
 from penstock.errors import IntegrityError, NotFound
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

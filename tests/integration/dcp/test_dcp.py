@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from tests.support.ranks import run_ranks
+from tests.support.servers.http_server import RangeServer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -39,7 +40,6 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock_dcp import CheckpointReader, local_files
 
 # DCP warns in every call without a process group.

@@ -16,8 +16,9 @@ from tests.support.long_running import long_running
 pytest.importorskip("torch")
 pytest.importorskip("starlette")
 
+from tests.support.servers.http_server import Faults, RangeServer
+
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.servers.http_server import Faults, RangeServer
 
 import penstock as ps
 from penstock.net.listener import bound_socket
@@ -25,7 +26,6 @@ from penstock.telemetry import endpoint as endpoint_module
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import MAX_MODELS, METRICS, Ended, Registry, Sample, recording, watch
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 from penstock_hub.directory import Directory
 from penstock_hub.metrics import Metrics as HubMetrics

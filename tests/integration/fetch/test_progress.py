@@ -11,9 +11,9 @@ import pytest
 from tests.integration.conftest import Host, assert_fetched
 from tests.support.compare import by_safetensors
 from tests.support.fleet import Worker
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 STALL_S = 4.0

@@ -18,6 +18,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.support.hugging_face import assert_same_model, files_of, serving, use_cache
+from tests.support.servers.http_server import Faults, RangeServer
 from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.support.tiny_models import save_llama
 
@@ -25,7 +26,6 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, IntegrityError, PenstockError, PermissionDenied, SourceError
 from penstock.storage import MemorySource, source
 from penstock.storage.source import glob_pattern
-from penstock.testing.http_server import Faults, RangeServer
 from penstock_hf.patched_libraries import directory
 from penstock_hf.transformers import from_pretrained, patched_libraries
 

@@ -21,6 +21,7 @@ from tests.integration.hugging_face.test_hugging_face import TENSORS, TINY, hub,
 from tests.support import commands
 from tests.support.compare import assert_same
 from tests.support.fork_server import ForkServer
+from tests.support.servers.http_server import Faults
 from tests.support.servers.hugging_face import HubHandler, HuggingFaceServer, sha256_of
 
 import penstock as ps
@@ -28,7 +29,6 @@ from penstock.config import Settings
 from penstock.errors import ConfigError, DestinationError, IntegrityError, PermissionDenied
 from penstock.storage import file_digest
 from penstock.storage.fill import fill
-from penstock.testing.http_server import Faults
 from penstock.types import MIB
 
 __all__ = ["hub"]

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from tests.support.ranks import run_ranks
+from tests.support.servers.http_server import RangeServer
 from tests.support.tiny_models import save_llama, save_mixtral
 
-from penstock.testing.http_server import RangeServer
 from penstock_hf.transformers import from_pretrained, patched_libraries
 
 ENVIRON = {

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.support.answers import Behave, Server, answer
+from tests.support.servers.http_server import Faults, RangeServer
 
 import penstock
 from penstock.errors import FormatError, NotFound, PenstockError, SourceStalled, SourceUnavailable
-from penstock.testing.http_server import Faults, RangeServer
 
 TOKEN = "s3cret-token"
 

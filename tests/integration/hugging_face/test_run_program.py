@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.support.servers.http_server import RangeServer
 from tests.support.servers.network_volume import NetworkVolume, refusal
-
-from penstock.testing.http_server import RangeServer
 
 PROGRAM = """
 import hashlib, json, multiprocessing, subprocess, sys

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from tests.integration.conftest import Host, assert_fetched
 from tests.support.compare import by_safetensors
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.cli.checkpoints import manifest
 from penstock.config import Settings
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
 from penstock.storage.weight_set import open_weights
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 COUNTS = (6, 8, 12, 16, 32) if os.environ.get("DRILLS") == "all" else (6, 8)

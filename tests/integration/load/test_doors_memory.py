@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 from penstock.testing.checkpoints import LlamaShape
-from penstock.testing.http_server import RangeServer
 from penstock.types import GIB, MIB
 
 STAGING_BYTES = 32 * MIB

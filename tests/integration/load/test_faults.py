@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.servers.http_server import Faults, RangeServer
 
 import penstock
 from penstock.errors import (
@@ -32,7 +33,6 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 NUM_TENSORS, TENSOR_BYTES = 16, 2 * MIB

@@ -19,11 +19,11 @@ from tests.support import gguf_file
 from tests.support.commands import run
 from tests.support.compare import assert_same
 from tests.support.fork_server import ForkServer
+from tests.support.servers.http_server import RangeServer
 from tests.support.servers.hugging_face import HuggingFaceServer
 
 import penstock as ps
 from penstock.errors import ConfigError, IntegrityError, NotFound, UnsafeFormat
-from penstock.testing.http_server import RangeServer
 
 
 @pytest.fixture

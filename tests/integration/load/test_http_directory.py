@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.compare import assert_same, by_safetensors
+from tests.support.servers.http_server import Faults, RangeServer
 
 import penstock
 from penstock.cli.checkpoints import manifest
 from penstock.fetcher.storage_initializer import initialize
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import Faults, RangeServer
 from penstock_convert.convert import convert
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.config import Settings
 from penstock.errors import (
@@ -23,7 +24,6 @@ from penstock.errors import (
 )
 from penstock.storage import list_uris, open_source, read_small, write_small
 from penstock.storage.http import HttpSource
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.source_suite import read, sample
 
 NBYTES = 1_500_000

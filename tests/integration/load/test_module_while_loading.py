@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.servers.http_server import Faults, RangeServer, Request
 
 import penstock as ps
 from penstock.errors import Cancelled, PenstockError, PlanError
-from penstock.testing.http_server import Faults, RangeServer, Request
 
 WIDTH = 256
 LAYERS = 8

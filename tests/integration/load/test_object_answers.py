@@ -14,11 +14,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from tests.support.answers import Behave, Server, answer
 from tests.support.authority import Authority
+from tests.support.servers.http_server import Faults, RangeServer
 
 from penstock.config import Settings
 from penstock.errors import FormatError, PenstockError, SourceStalled
 from penstock.storage import objects
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 SETTINGS = Settings(retries=0, stall_s=0.6)

@@ -7,10 +7,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 
 
 def modes(folder: Path) -> set[int]:

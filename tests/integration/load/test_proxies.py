@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import save
 from tests.support.authority import Authority
+from tests.support.servers.http_server import RangeServer
 
 import penstock
 from penstock.errors import ConfigError, SourceUnavailable
-from penstock.testing.http_server import RangeServer
 
 DATA = save({"a": torch.arange(100.0)})
 USER = "Basic " + base64.b64encode(b"user:p@ss").decode()

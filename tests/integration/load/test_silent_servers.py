@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save, save_file
-
-from penstock.testing.http_server import Faults, RangeServer
+from tests.support.servers.http_server import Faults, RangeServer
 
 ANSWER_S = 3.0
 """Longest time from the signal to the end of a call. It is far below its deadline of 30 s, even on a loaded machine."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from tests.support.servers.http_server import Faults, RangeServer, Request
 from tests.support.tiny_models import save_llama, save_mixtral
 
 import penstock as ps
@@ -32,7 +33,6 @@ from penstock.errors import (
     SourceTruncated,
 )
 from penstock.loader.pending import LazyParameter
-from penstock.testing.http_server import Faults, RangeServer, Request
 from penstock_hf.transformers import start_from_pretrained
 
 WIDTH = 256

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.support.servers.http_server import Faults, RangeServer
 
 import penstock
 from penstock.config import Settings
@@ -15,7 +16,6 @@ from penstock.errors import ConfigError, PenstockError, SourceStalled, SourceUna
 from penstock.storage import Source
 from penstock.storage.http import HttpSource
 from penstock.storage.objects import StoreSource, open_object
-from penstock.testing.http_server import Faults, RangeServer
 from penstock.testing.source_suite import sample
 from penstock.types import MIB
 

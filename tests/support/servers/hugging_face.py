@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from penstock.testing.http_server import Faults, RangeServer, Request
+from tests.support.servers.http_server import Faults, RangeServer, Request
 
 LARGE = (".safetensors", ".bin", ".gguf", ".pt")
 """Endings of files that git does not store itself. They have a SHA-256 and separate servers."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.support.servers.http_server import RangeServer
 
 from penstock.cli.main import run
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
 
 pytest.importorskip("torch")

@@ -407,7 +407,7 @@ def test_report_explains_why_io_uring_is_unused(stacked: Path, monkeypatch: pyte
 
 
 def test_second_load_of_remote_file_reports_cache(big: Path, tmp_path: Path, monkeypatch) -> None:
-    from penstock.testing.http_server import RangeServer
+    from tests.support.servers.http_server import RangeServer
 
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
     with RangeServer(big.parent) as server:

@@ -1,4 +1,4 @@
-"""Support for tests, also in other projects: conformance suites, an HTTP server, and synthetic checkpoints.
+"""Support for tests, also in other projects: conformance suites and synthetic checkpoints.
 
 Import the required module. Only tests import pytest.
 """
