@@ -21,10 +21,11 @@ import torch
 from penstock.digest.strip import Strips
 from penstock.errors import NotFound, PeerLost, StaleDescriptor
 from penstock.hub.messages import DecideReply, FleetDecision, SyncMember, SyncState
-from penstock.sync.local_version import Answer, LocalVersion, VersionMap, VersionStatus
-from penstock.sync.membership import Membership
+from penstock.sync.commit.announced import VersionStatus
+from penstock.sync.commit.outcome import Granted, Withdrawn, to_part_reply
+from penstock.sync.local_version import Answer, LocalVersion, VersionMap
+from penstock.sync.membership import Membership, Whereabouts
 from penstock.sync.messages import Decision, PartReply, PartRequest
-from penstock.sync.part_outcome import Granted, Withdrawn, encode_outcome
 from penstock.sync.planner import Planner
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.sources import PeerLink
@@ -65,7 +66,7 @@ class MemoryHolder:
         silent: it never has digests.
         is_listed: whether the hub lists it.
         decide_s: deadline for versions with a two-phase commit. See `Granted`.
-        refused: the decision that withdraws its versions.
+        refused: the withdrawal of its versions.
         decision: the fleet's decision on a version with a two-phase commit.
     """
 
@@ -76,7 +77,7 @@ class MemoryHolder:
         self.is_gone = self.spoils = self.silent = False
         self.is_listed = True
         self.decide_s: float | None = None
-        self.refused: FleetDecision | None = None
+        self.refused: Withdrawn | None = None
         self.decision: FleetDecision | None = None
         self.tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         rows = declared(self.tensors)
@@ -90,7 +91,7 @@ class MemoryHolder:
 
     def _terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         if self.refused is not None:
-            return Withdrawn(version=version, epoch=epoch, decision=self.refused)
+            return self.refused
         return Granted(version=version, epoch=epoch, decide_s=self.decide_s)
 
     @property
@@ -149,7 +150,7 @@ class MemoryClient:
 
     def part(self, request: PartRequest) -> PartReply:
         self._holder.answer("part")
-        return encode_outcome(self._holder.planner.part(self._asker, request))
+        return to_part_reply(self._holder.planner.part(self._asker, request))
 
     def news(self, after: int, wait_s: float) -> Any:
         self._holder.answer("news")
@@ -206,8 +207,8 @@ class MemoryMembership:
             raise PeerLost("the member left this sync", uri=f"penstock:{member}")
         return question(MemoryClient(holder, self.member.id))
 
-    def has_left(self, member: str, *, max_age_s: float) -> bool:
-        return member not in self._sync.holders
+    def whereabouts(self, member: str, *, max_age_s: float) -> Whereabouts:
+        return "there" if member in self._sync.holders else "left"
 
     def close(self) -> None:
         """Do nothing."""

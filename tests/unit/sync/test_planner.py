@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from penstock.errors import NotFound, PeerLost, PlanError, StaleDescriptor
-from penstock.hub.messages import FleetDecision, SyncMember, SyncState
+from penstock.hub.messages import SyncMember, SyncState
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan
-from penstock.sync.local_version import VersionStatus
+from penstock.sync.commit.announced import VersionStatus
+from penstock.sync.commit.outcome import Granted, LayoutNeeded, NotYet, Withdrawn
 from penstock.sync.messages import PartRequest
-from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, Withdrawn
 from penstock.sync.planner import Planner
 from penstock.sync.shards import Shard, declared, layout_of, regions_of
 from penstock.timing import Timing
@@ -161,14 +161,10 @@ def test_mismatched_layout_fails_only_its_receiver(planner: Planner, group: Grou
 
 
 def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_status: VersionStatus) -> None:
-    decision = FleetDecision(epoch="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
+    withdrawn = Withdrawn(epoch="p0", version=4, by="s9", why="not finite")
 
     def terms(asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
-        return (
-            Withdrawn(version=version, epoch=epoch, decision=decision)
-            if version == 4
-            else Granted(version=version, epoch=epoch)
-        )
+        return withdrawn if version == 4 else Granted(version=version, epoch=epoch)
 
     planner = Planner(group, version_status, lambda: group.layouts["p0"], terms=terms)  # type: ignore[arg-type]
     group.add(layout("s9"), side="subscriber", epoch="p0", version=4, state="idle")
@@ -177,7 +173,7 @@ def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_sta
     reply = request_part(planner, joins)
     assert isinstance(reply, Granted) and reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # An explicit request for the version is refused.
-    assert request_part(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
+    assert request_part(planner, joins, 4) == withdrawn
 
 
 def test_version_that_receiver_reports_withdrawn_is_skipped(group: Group, version_status: VersionStatus) -> None:

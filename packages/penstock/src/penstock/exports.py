@@ -135,7 +135,8 @@ SPI = {
     "VersionReceiver": "penstock.spi.version_receiver",
     "TrainerPublisher": "penstock.spi.trainer_publisher",
     "WholeTensorShares": "penstock.spi.trainer_publisher",
-    "Stragglers": "penstock.sync.commit_rules",
+    "Ballot": "penstock.sync.commit.ballot",
+    "Stragglers": "penstock.sync.commit.ballot",
     "PublishMode": "penstock.sync.report",
     "UpdateMode": "penstock.sync.report",
     # Digests of weights in memory, for engines that free their GPU memory while they sleep.

@@ -23,6 +23,7 @@ from penstock.errors import (
     VersionRefused,
 )
 from penstock.hub.messages import FleetDecision
+from penstock.sync.commit.outcome import Withdrawn
 from penstock.sync.receive.released import StoredVersion
 from penstock.sync.receive.states import AT_REST, InvalidTransition, LiveVersion, SubscriberState, SubscriberStates
 from penstock.sync.receive.subscriber import Subscriber
@@ -446,7 +447,7 @@ def test_version_withdrawn_by_fleet_is_skipped(sync: MemorySync, holder: MemoryH
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
-        holder.refused = FleetDecision(epoch="p0", version=2, outcome="withdrawn", why="a check failed")
+        holder.refused = Withdrawn(epoch="p0", version=2, why="a check failed")
         with pytest.raises(VersionRefused, match="a check failed"):
             subscriber.update()
         assert_live(sync, subscriber, 1)

@@ -82,7 +82,8 @@ from penstock.storage.safetensors import Header as Header
 from penstock.storage.safetensors import read_header as read_header
 from penstock.storage.weight_set import open_weights as open_weights
 from penstock.storage.write import typed as typed_errors_of_writing
-from penstock.sync.commit_rules import Stragglers as Stragglers
+from penstock.sync.commit.ballot import Ballot as Ballot
+from penstock.sync.commit.ballot import Stragglers as Stragglers
 from penstock.sync.memory_digests import MemoryDigests as MemoryDigests
 from penstock.sync.placed import Placed as Placed
 from penstock.sync.publish.registered import require_same as require_same
@@ -122,6 +123,7 @@ __all__: list[str] = [
     "VersionReceiver",
     "TrainerPublisher",
     "WholeTensorShares",
+    "Ballot",
     "Stragglers",
     "PublishMode",
     "UpdateMode",

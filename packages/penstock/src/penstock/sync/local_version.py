@@ -6,7 +6,6 @@ digests, and then reads. If the generation is unchanged afterwards, the bytes be
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -22,9 +21,9 @@ from penstock.errors import ConfigError, DestinationError, DeviceOutOfMemory, Pl
 from penstock.holding.digester import PrecomputedDigests
 from penstock.holding.holding import Holding
 from penstock.holding.regions import VersionRegions, locate
-from penstock.hub.messages import FleetDecision, prepare
+from penstock.hub.messages import prepare
 from penstock.plan.layout import Layout
-from penstock.sync.messages import NewsReply, PackReply
+from penstock.sync.messages import PackReply
 from penstock.sync.packer import Packer
 from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Memory
@@ -305,35 +304,3 @@ class _RowSpans:
         first = np.searchsorted(self._reach, strips.at, side="right")
         stop = np.searchsorted(self._start, strips.stop, side="left")
         return first, np.maximum(first, stop)
-
-
-class VersionStatus:
-    """The status of a member's newest version, created before the member's `LocalVersion`. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        # The epoch, the version, and whether the version can be read from this member, as one immutable object, so that
-        # reading the status needs no lock.
-        self.now = NewsReply(epoch="", version=-1, is_open=False)
-
-    def post(self, epoch: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
-        """Set the status and wake the threads that wait for a newer version."""
-        with self._changed:
-            self.now = NewsReply(epoch=epoch, version=version, is_open=is_open, withdrawn=withdrawn)
-            self._changed.notify_all()
-
-    def wait(self, after: int, wait_s: float) -> NewsReply:
-        """Return the status once a version above `after` has begun or was withdrawn, or after `wait_s` seconds."""
-        deadline = time.monotonic() + wait_s
-        with self._changed:
-            while self._newest() <= after and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            return self.now
-
-    def is_past(self, version: int) -> bool:
-        """Return whether this version or a later version has begun or was withdrawn."""
-        return self._newest() >= version
-
-    def _newest(self) -> int:
-        withdrawn = self.now.withdrawn
-        return self.now.version if withdrawn is None else max(self.now.version, withdrawn.version)

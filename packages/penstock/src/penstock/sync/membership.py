@@ -209,10 +209,6 @@ class Membership:
             return "left"
         return "gone" if self.is_gone(known) else "there"
 
-    def has_left(self, member: str, *, max_age_s: float) -> bool:
-        """Return whether a member left the sync or died. The member list may be `max_age_s` seconds old."""
-        return self.whereabouts(member, max_age_s=max_age_s) != "there"
-
     def close(self) -> None:
         """Close all connections. Idempotent."""
         with self._lock:

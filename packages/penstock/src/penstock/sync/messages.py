@@ -12,6 +12,8 @@ from msgspec import Meta
 
 from penstock.hub.messages import Count, FleetDecision, Key, MemberId, Version, prepare, structs_among
 
+MAX_REASON_CHARS = 1024
+
 
 class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's request to a planner for its part of the transfer plan."""
@@ -144,7 +146,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     moved_bytes: Count = 0
     outcome: Literal["", "committed", "failed", "prepared", "refused"] = ""
     """Outcome of the receiver. `prepared` means staged and checked. `refused` means that a check failed."""
-    why: Annotated[str, Meta(max_length=1024)] = ""
+    why: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
     is_checked: bool = False
     """Whether a check ran on the prepared version."""
 

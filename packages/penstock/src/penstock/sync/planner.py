@@ -13,10 +13,10 @@ from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleD
 from penstock.hub.messages import SyncMember
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import BUCKET_BYTES, SyncPlan, plan_sync
-from penstock.sync.local_version import VersionStatus
+from penstock.sync.commit.announced import VersionStatus
+from penstock.sync.commit.outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, TableReply
-from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 
 # Number of cached plans. A few plans are enough, because a version's sources are publishers and later only receivers.
 _KEPT_PLANS = 4

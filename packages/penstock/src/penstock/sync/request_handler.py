@@ -24,12 +24,14 @@ from penstock.hub.messages import LeaseRequest, MemberSession, SessionRequest
 from penstock.peer.server import MAX_BODY_BYTES, MAX_WAIT_S, check_version
 from penstock.plan.layout import encode
 from penstock.sync import messages
-from penstock.sync.local_version import LocalVersion, VersionMap, VersionStatus
+from penstock.sync.commit.announced import VersionStatus
+from penstock.sync.commit.coordinator import CommitCoordinator
+from penstock.sync.commit.outcome import PartOutcome, to_decision, to_part_reply
+from penstock.sync.local_version import LocalVersion, VersionMap
 from penstock.sync.membership import name_of_strips
-from penstock.sync.part_outcome import PartOutcome, encode_outcome
 
 if TYPE_CHECKING:
-    from penstock.sync.publish.rank_group import FirstVersions, SubscriberProgress
+    from penstock.sync.publish.rank_group import FirstVersions
 
 SESSION_S = 600.0
 """Seconds after which an unused session ends. A training step is shorter, so the session outlives it."""
@@ -62,7 +64,7 @@ class SyncHandler(msgspec.Struct, eq=False, dict=True):
     local_version: Callable[[], LocalVersion | None]
     version_status: VersionStatus
     planner: Plans
-    subscriber_progress: SubscriberProgress | None = None
+    coordinator: CommitCoordinator | None = None
     first_versions: FirstVersions | None = None
     check: Callable[[], None] = lambda: None
 
@@ -123,20 +125,20 @@ class SyncHandler(msgspec.Struct, eq=False, dict=True):
                 return self.version_status.wait(number["after"], wait_s)
             case "map":
                 return self._map(number["version"], wait_s)
-            case "decision" if self.subscriber_progress is not None:
-                return self.subscriber_progress.decision(number["version"], wait_s)
+            case "decision" if self.coordinator is not None:
+                return to_decision(self.coordinator.outcome(number["version"], wait_s))
             case "begins_after" if self.first_versions is not None:
                 return messages.BeginsAfter(version=self.first_versions.of(number["rank"], member, wait_s))
         raise NotFound(f"there is no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:
-        progress = self.subscriber_progress
+        coordinator = self.coordinator
         match route:
             case "part":
                 # Planning may take longer than the deadline of a live publish.
-                if progress is not None:
-                    progress.note_request(member)
-                return encode_outcome(self.planner.part(member, msgspec.msgpack.decode(raw, type=messages.PartRequest)))
+                if coordinator is not None:
+                    coordinator.note_request(member)
+                return to_part_reply(self.planner.part(member, msgspec.msgpack.decode(raw, type=messages.PartRequest)))
             case "digests":
                 return self._digests(msgspec.msgpack.decode(raw, type=messages.DigestRequest))
             case "pack":
@@ -147,8 +149,8 @@ class SyncHandler(msgspec.Struct, eq=False, dict=True):
                 return None
             case "progress":
                 report = msgspec.msgpack.decode(raw, type=messages.RankProgress)
-                if progress is not None:
-                    progress.note_progress(member, report)
+                if coordinator is not None:
+                    coordinator.note_progress(member, report)
                 return None
         raise NotFound(f"there is no route POST {route[:64]!r} at this member")
 

@@ -19,12 +19,14 @@ from penstock.holding.regions import VersionRegions
 from penstock.hub.messages import SyncMember
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_sync
-from penstock.sync.local_version import LocalVersion, VersionStatus
+from penstock.sync.commit.announced import VersionStatus
+from penstock.sync.commit.coordinator import CommitCoordinator
+from penstock.sync.commit.outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Reported, of_part_reply
+from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, RankProgress, TableReply
-from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, decode_outcome
 from penstock.sync.planner import layout_in
-from penstock.sync.publish.rank_group import SubscriberProgress, decided
+from penstock.sync.publish.rank_group import decided
 from penstock.sync.receive.sources import LinkRequests, LocalLink, SourceFailed
 from penstock.sync.receive.transfer import Transfer
 from penstock.sync.request_handler import SyncHandler
@@ -138,12 +140,12 @@ class BoundaryExchange:
         memories = regions_of(rows)
         into = regions_of(wants)
         self._membership = Membership(member, sync.name, sync.stall_s, handler=HANDLER, timing=sync.timing)
-        self._is_gone = partial(self._membership.has_left, max_age_s=self._timing.exchange_probe_s)
+        self._whereabouts = partial(self._membership.whereabouts, max_age_s=self._timing.exchange_probe_s)
         self._version_status = VersionStatus()
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
         self._transfer: Transfer | None = None
-        self._peers = SubscriberProgress(self._timing) if is_first else None
+        self._peers = CommitCoordinator(self._timing) if is_first else None
         with contextlib.ExitStack() as stack:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
             self._local_version = LocalVersion(layout, memories, member.links)
@@ -157,7 +159,7 @@ class BoundaryExchange:
             local_version=lambda: self._local_version,
             version_status=self._version_status,
             planner=self._planner,
-            subscriber_progress=self._peers,
+            coordinator=self._peers,
         )
 
     @contextlib.contextmanager
@@ -180,7 +182,7 @@ class BoundaryExchange:
                 self._report(version, epoch, why[:1024])
             # Wait until the other ranks have requested and received the decision from rank 0.
             if self._peers is not None:
-                self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+                self._peers.propose(version, stall_s=self._stall_s, whereabouts=self._whereabouts)
             raise
         else:
             self._report(version, epoch, "")
@@ -253,8 +255,7 @@ class BoundaryExchange:
             if isinstance(outcome, LayoutNeeded):
                 layout = encode(self._want)
             elif time.monotonic() - begun > self._stall_s:
-                why = outcome.why if isinstance(outcome, NotYet) else outcome.decision.why
-                raise SourceStalled(f"version {version} was not exchanged within {self._stall_s:g} s: {why}")
+                raise SourceStalled(f"version {version} was not exchanged within {self._stall_s:g} s: {outcome.why}")
             else:
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, self._timing.exchange_pause_s)
@@ -262,7 +263,7 @@ class BoundaryExchange:
             if self._peers is not None and time.monotonic() - looked > self._timing.exchange_probe_s:
                 looked = time.monotonic()
                 for rank in self._planner.lacking():
-                    if self._is_gone(rank.member):
+                    if self._whereabouts(rank.member) != "there":
                         raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
         if outcome.part is not None:
             part = decode(outcome.part, ReceiverPlan)
@@ -276,21 +277,22 @@ class BoundaryExchange:
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
-            return decode_outcome(self._membership.ask(epoch, lambda sync_client: sync_client.part(request)))
+            return of_part_reply(self._membership.ask(epoch, lambda sync_client: sync_client.part(request)))
         except StaleDescriptor as error:
             # The planner reports a failed version as StaleDescriptor. For the trainer, this means that a rank was lost.
             raise PeerLost(error.message, uri=f"penstock:{epoch}") from error
 
     def _wait_for_ranks(self, version: int, epoch: str) -> None:
+        outcome: Reported
         if self._peers is not None:
-            decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
+            outcome = self._peers.propose(version, stall_s=self._stall_s, whereabouts=self._whereabouts)
         else:
-            decision = decided(self._membership, epoch, version)
-        if decision.failed or decision.late:
-            lines = [f"{member[:8]}: {reason}" for member, reason in decision.failed.items()]
-            lines += [f"{member[:8]}: no progress" for member in decision.late]
+            outcome = decided(self._membership, epoch, version)
+        if outcome.failed or outcome.late:
+            lines = [f"{member[:8]}: {reason}" for member, reason in outcome.failed.items()]
+            lines += [f"{member[:8]}: no progress" for member in outcome.late]
             message = f"version {version} is not quantised on all ranks: {'; '.join(lines)}"
-            raise PeerLost(message) if decision.failed else SourceStalled(message)
+            raise PeerLost(message) if outcome.failed else SourceStalled(message)
 
     def close(self) -> None:
         """End the registrations, the connections and the threads. Idempotent."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import torch
 
 from penstock.arguments import former_value, formerly, require_name, require_seconds, require_type, wrong
@@ -25,18 +26,19 @@ from penstock.hub.messages import MAX_VERSION, SyncState
 from penstock.lifecycle import Closeable, quick_handover
 from penstock.logs import log_named
 from penstock.sync.check import encode_values
-from penstock.sync.commit_rules import Stragglers, refusal
+from penstock.sync.commit.announced import Announcements
+from penstock.sync.commit.ballot import Ballot, Stragglers
+from penstock.sync.commit.coordinator import CommitCoordinator
+from penstock.sync.commit.outcome import Committed, Granted, NotYet, Open, Reported, Withdrawn, to_record
 from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
-from penstock.sync.messages import Decision, PartRequest, RankProgress
-from penstock.sync.part_outcome import Granted, NotYet, Withdrawn
+from penstock.sync.messages import PartRequest
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
-from penstock.sync.publish.announcements import Announcements
 from penstock.sync.publish.offer import OfferOptions
 from penstock.sync.publish.registered import Registered, warn_of_state_dict
 from penstock.sync.publish.state import NEXT, PublisherState
-from penstock.sync.publish.strategy import OnePhase, Strategy, TrainerRank, TwoPhase
+from penstock.sync.publish.trainer_rank import TrainerRank
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport
 from penstock.sync.request_handler import SyncHandler
@@ -75,16 +77,16 @@ class Publisher(Closeable):
         self._entering = threading.Lock()
         self._state = PublisherState.OPENING
         self._announcements = Announcements(membership.member)
-        self._progress = rank_group.SubscriberProgress(membership.timing)
+        self._coordinator = CommitCoordinator(membership.timing)
         self._first_versions = rank_group.FirstVersions(lambda: self.version)
         self._rank = TrainerRank(
             rank=rank,
             membership=membership,
             registered=registered,
             announcements=self._announcements,
-            progress=self._progress,
+            coordinator=self._coordinator,
         )
-        self._pending: tuple[PublishReport, Future[Decision]] | None = None
+        self._pending: tuple[PublishReport, Future[Reported]] | None = None
         self._deciding = Threads(1, "penstock-decide", waits_for_calls=True)
         self._took_s = 0.0
 
@@ -103,7 +105,7 @@ class Publisher(Closeable):
         return opened
 
     def _open(self) -> None:
-        status, membership = self._announcements.status, self._membership
+        status, membership = self._announcements, self._membership
         # Set the handler before the first report, because members that learn of this rank from the hub send requests.
         self.member.server.handlers["sync"] = SyncHandler(
             membership.key,
@@ -111,7 +113,7 @@ class Publisher(Closeable):
             local_version=lambda: self._registered.served,
             version_status=status,
             planner=Planner(membership, status, lambda: self._registered.layout, terms=self._terms_for),
-            subscriber_progress=self._progress if self.rank == 0 else None,
+            coordinator=self._coordinator if self.rank == 0 else None,
             first_versions=self._first_versions if self.rank == 0 else None,
         )
         self.member.syncs.append(self._sync_state)
@@ -165,7 +167,7 @@ class Publisher(Closeable):
             return
 
     def _sync_state(self) -> SyncState:
-        now = self._announcements.status.now
+        now, outcome = self._announcements.now, self._announcements.outcome
         return SyncState(
             name=self.name,
             side="publisher",
@@ -177,7 +179,7 @@ class Publisher(Closeable):
             state="open" if now.is_open else "idle",
             nbytes=self.nbytes,
             took_s=self._took_s,
-            decision=self._announcements.decision,
+            decision=None if outcome is None else to_record(outcome),
         )
 
     @property
@@ -243,9 +245,7 @@ class Publisher(Closeable):
         require_type("version", version, int, "a version number, above the previous one")
         if version > MAX_VERSION:
             raise wrong("version", version, f"a number up to {MAX_VERSION}")
-        terms = self._terms(commit, timeout_s, stragglers, needs_check=check is not None)
-        strategy = OnePhase(self._rank) if terms is None else TwoPhase(self._rank, terms)
-        values = encode_values(check) if check else b""
+        ballot = self._ballot(commit, timeout_s, stragglers, check)
         texts = dict(metadata or {})
         with (
             self._publishing,
@@ -257,12 +257,12 @@ class Publisher(Closeable):
             check_metadata(texts)
             self._finish_decision()
             self._register_moved()
-            self._progress.offer_check(version, values)
-            copy_s, decision = self._run(strategy, version, texts)
+            ballot = msgspec.structs.replace(ballot, epoch=self._announcements.epoch)
+            copy_s, outcome = self._run(ballot, version, texts)
             self._took_s = time.perf_counter() - begun
-            report = self._report(decision, copy_s, is_two_phase=strategy.is_two_phase)
+            report = self._report(outcome, copy_s, is_two_phase=ballot.is_two_phase)
             if report.outcome == "pending":
-                self._pending = report, self._deciding.submit(self._decide, strategy, version)
+                self._pending = report, self._deciding.submit(self._decide, ballot, version)
             if report.exchanged_bytes:
                 journey.received = lambda: {("peer", "exchange"): report.exchanged_bytes}
             if self.mode == "live":
@@ -271,7 +271,7 @@ class Publisher(Closeable):
             journey.report = report
             return report
 
-    def _report(self, decision: Decision, copy_s: float, *, is_two_phase: bool) -> PublishReport:
+    def _report(self, outcome: Reported, copy_s: float, *, is_two_phase: bool) -> PublishReport:
         offer = self._registered.offer
         wait_s = self._took_s - offer.seconds if self.mode == "live" else 0.0
         return PublishReport(
@@ -285,15 +285,15 @@ class Publisher(Closeable):
             transformed_bytes=offer.transformed.nbytes,
             boundary_bytes=offer.transformed.boundary_bytes,
             exchanged_bytes=offer.moved_bytes,
-            committed=decision.committed,
-            late=decision.late,
-            failed=decision.failed,
-            outcome="" if not is_two_phase else "committed" if decision.fleet is not None else "pending",
+            committed=outcome.committed,
+            late=outcome.late,
+            failed=outcome.failed,
+            outcome="" if not is_two_phase else "committed" if isinstance(outcome, Committed) else "pending",
         )
 
-    def _terms(
-        self, commit: Commit, timeout_s: float | None, stragglers: Stragglers, *, needs_check: bool
-    ) -> rank_group.CommitTerms | None:
+    def _ballot(
+        self, commit: Commit, timeout_s: float | None, stragglers: Stragglers, check: Mapping[str, object] | None
+    ) -> Ballot:
         if timeout_s is not None:
             require_type("timeout_s", timeout_s, (int, float), "seconds, or None")
         if commit not in ("each", "all"):
@@ -302,10 +302,12 @@ class Publisher(Closeable):
             raise wrong("stragglers", stragglers, "'leave_out' or 'withdraw'")
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise wrong("timeout_s", timeout_s, "seconds above 0, or None for the stall deadline")
-        if commit == "each":
-            return None
-        limit_s = self._stall_s if timeout_s is None else float(timeout_s)
-        return rank_group.CommitTerms(timeout_s=limit_s, stragglers=stragglers, needs_check=needs_check)
+        return Ballot(
+            stragglers=None if commit == "each" else stragglers,
+            needs_check=check is not None,
+            check=encode_values(check) if check else b"",
+            timeout_s=self._stall_s if timeout_s is None else float(timeout_s),
+        )
 
     def _check(self, version: int) -> None:
         if self._state is PublisherState.CLOSED:
@@ -325,10 +327,8 @@ class Publisher(Closeable):
         # No timeout is needed, because the decision has a deadline.
         _, pending = self._pending
         wait([pending])
-        error = pending.exception()
-        decision = None if error is not None else pending.result().fleet
-        if error is not None or (decision is not None and decision.outcome == "withdrawn"):
-            why = error if decision is None else refusal(self.name, decision).message
+        why = pending.exception()
+        if why is not None:
             log.warning("the previous version of %r did not go live: %s", self.name, why)
         self._pending = None
 
@@ -342,18 +342,18 @@ class Publisher(Closeable):
     def _end_version(self) -> None:
         if self._state is not PublisherState.IDLE:
             self._enter(PublisherState.IDLE)
-        self._announcements.status.post(self._announcements.epoch, self.version, is_open=False)
+        self._announcements.post(self._announcements.epoch, self.version, is_open=False)
 
-    def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
+    def _run(self, ballot: Ballot, version: int, metadata: Mapping[str, str]) -> tuple[float, Reported]:
         self._enter_open(PublisherState.SHOWING)
-        decision = Decision(is_over=True)
+        outcome: Reported = Open()
         try:
-            copy_s = strategy.show(version, metadata)
+            copy_s = self._rank.show(version, metadata, ballot)
             if self.mode == "live":
                 self._enter_open(PublisherState.WAITING)
-                decision = strategy.wait(version)
+                outcome = self._rank.wait(version, ballot)
             else:
-                self._enter_open(PublisherState.DECIDING if strategy.is_two_phase else PublisherState.SERVING)
+                self._enter_open(PublisherState.DECIDING if ballot.is_two_phase else PublisherState.SERVING)
         except BaseException as error:
             # Withdraw the version. Receivers would wait for missing rows, and in live mode the parameters change.
             self._withdraw()
@@ -362,14 +362,14 @@ class Publisher(Closeable):
             raise
         if self.mode == "live":
             self._withdraw()
-            if self.rank == 0 and not decision.committed:
+            if self.rank == 0 and not outcome.committed:
                 log.warning(
                     "no subscriber received version %s of %r, which was published live, and no later update can read "
                     "it. Call wait_subscribers() first, or use mode='snapshot'",
                     version,
                     self.name,
                 )
-        return copy_s, self._accepted(decision)
+        return copy_s, outcome
 
     def _enter_open(self, state: PublisherState) -> None:
         if not self._enter(state):
@@ -377,48 +377,34 @@ class Publisher(Closeable):
 
     def _withdraw(self) -> None:
         self._rank.end_reads()
-        self._enter(PublisherState.WITHDRAWN if self._announcements.is_withdrawn else PublisherState.IDLE)
+        self._enter(PublisherState.WITHDRAWN if self._announcements.withdrawn else PublisherState.IDLE)
 
-    def _decide(self, strategy: Strategy, version: int) -> Decision:
+    def _decide(self, ballot: Ballot, version: int) -> Reported:
         try:
-            return strategy.wait(version)
+            return self._rank.wait(version, ballot)
         finally:
-            if self._announcements.is_withdrawn:
+            if self._announcements.withdrawn:
                 self._withdraw()
             else:
                 # Keep serving the version after an error, because it may still be committed and read here.
                 self._enter(PublisherState.SERVING)
-
-    def _accepted(self, decision: Decision) -> Decision:
-        if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
-            raise refusal(self.name, decision.fleet)
-        return decision
 
     def wait_decision(self) -> PublishReport:
         """Wait for the decision on the newest snapshot, and return its report. Raises the same errors as `publish`."""
         if self._pending is None:
             raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")
         report, pending = self._pending
-        decision = self._accepted(pending.result())
+        outcome = pending.result()
         return replace(
-            report, outcome="committed", committed=decision.committed, late=decision.late, failed=decision.failed
+            report, outcome="committed", committed=outcome.committed, late=outcome.late, failed=outcome.failed
         )
 
     def _terms_for(self, member: str, request: PartRequest, epoch: str, version: int) -> NotYet | Withdrawn | Granted:
-        progress = self._progress
-        refused = progress.refused(version)
-        if refused is not None:
-            return Withdrawn(version=version, epoch=epoch, decision=refused)
-        decide_s = progress.decide_s(version)
-        if decide_s is not None and not request.can_wait:
-            # The subscriber has no staging copy in which the version could wait for the decision.
-            why = "it cannot keep a version staged, because its mode is direct or its release is older"
-            progress.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
-            return NotYet(version=version, epoch=epoch, why=f"version {version} is not decided yet")
-        check = progress.check_of(version) if request.wants_check else b""
-        later = self._announcements.status.now.withdrawn
-        later = later if later is not None and later.version > version else None
-        return Granted(version=version, epoch=epoch, decide_s=decide_s, check=check, later=later)
+        terms = self._coordinator.terms(member, request, epoch, version)
+        later = self._announcements.withdrawn
+        if isinstance(terms, Granted) and later is not None and later.version > version:
+            return msgspec.structs.replace(terms, later=later)
+        return terms
 
     def wait_ranks(self) -> None:
         """Wait until all ranks of this trainer have joined. Raise SourceStalled at the stall deadline."""
@@ -453,7 +439,7 @@ class Publisher(Closeable):
         if not self._enter(PublisherState.CLOSED):
             return
         # Withdraw pending versions before this process leaves, so that subscribers learn of the withdrawal.
-        self._progress.cancel("the publisher was closed before the decision")
+        self._coordinator.cancel("the publisher was closed before the decision")
         if before is PublisherState.DECIDING and self.rank == 0 and self._pending is not None:
             wait([self._pending[1]], self._stall_s)
         # Close the registrations first, because the owner may free the memory after this call.

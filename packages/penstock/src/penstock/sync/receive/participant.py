@@ -9,13 +9,22 @@ import msgspec
 import torch
 
 from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled, StaleDescriptor
-from penstock.hub.messages import FleetDecision
 from penstock.report import names_text
 from penstock.sync.check import Check, fault_of, staged_version
-from penstock.sync.commit_rules import MAX_REASON_CHARS, DecisionReply, Undecided, learn, refusal
+from penstock.sync.commit.learned import Inquiry
+from penstock.sync.commit.outcome import (
+    Decided,
+    Granted,
+    Open,
+    Outcome,
+    Unknown,
+    Withdrawn,
+    of_decision,
+    of_record,
+    to_record,
+)
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartRequest
-from penstock.sync.part_outcome import Granted, Withdrawn
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
@@ -58,16 +67,9 @@ class Participant(msgspec.Struct, eq=False):
             raise
         if why:
             self.update_loop.report("refused" if staged.decide_by is not None else "failed", why)
-            decision = FleetDecision(
-                epoch=staged.epoch,
-                version=staged.version,
-                outcome="withdrawn",
-                by=self.membership.member.id,
-                why=why[:MAX_REASON_CHARS],
-            )
+            refused = Withdrawn(epoch=staged.epoch, version=staged.version, by=self.membership.member.id, why=why)
             # A version that failed its check never goes live here, even if the fleet commits it.
-            self.update_loop.note_decision(decision)
-            raise refusal(self.membership.name, decision) from cause
+            self.update_loop.note_outcome(refused, cause)
 
     def require_unaltered(self, staged: Staged) -> None:
         """Raise ConfigError if the staged bytes have changed since the check."""
@@ -86,57 +88,48 @@ class Participant(msgspec.Struct, eq=False):
         begun = time.monotonic()
         # Add the stall deadline, because rank 0 may need this time to record the decision.
         limit_s = max(0.0, decide_by - begun) + self.membership.stall_s
-        questions = learn(begun, limit_s=limit_s, stall_s=self.membership.stall_s)
-        question = next(questions)
-        while True:
+        step: Inquiry | Outcome = Inquiry.begin(begun, limit_s=limit_s, stall_s=self.membership.stall_s)
+        while isinstance(step, Inquiry):
             self.check_open()
-            reply = self._ask_rank_0(epoch, version) if question == "coordinator" else self._ask_hub(epoch, version)
-            try:
-                question = questions.send(reply)
-            except StopIteration as end:
-                decision: FleetDecision | Undecided = end.value
-                break
-            if reply.kind != "open" or question == "hub":
+            is_of_hub = step.question == "hub"
+            reply = self._ask_hub(epoch, version) if is_of_hub else self._ask_rank_0(epoch, version)
+            step = step.after(reply, time.monotonic())
+            # Rank 0 delays its reply until it has a decision, so only other replies need a pause.
+            if isinstance(step, Inquiry) and (is_of_hub or not isinstance(reply, Open) or not reply.is_begun):
                 time.sleep(self.timing.decision_pause_s)
+        if isinstance(step, Decided):
+            self.update_loop.note_outcome(step)
+            return
         name = self.membership.name
-        if isinstance(decision, Undecided):
-            if decision.is_past:
-                raise StaleDescriptor(f"{name!r} already has a later version than {version}", hint="call update()")
-            message = f"cannot learn the fleet's decision on version {version} of {name!r}"
-            message = f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub replies"
-            raise SourceStalled(message, hint="the previous version stays live, so call commit() or update() again")
-        self.update_loop.note_decision(decision)
-        if decision.outcome == "withdrawn":
-            raise refusal(name, decision)
+        if isinstance(step, Unknown) and step.is_past:
+            raise StaleDescriptor(f"{name!r} already has a later version than {version}", hint="call update()")
+        message = f"cannot learn the fleet's decision on version {version} of {name!r}"
+        message = f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub replies"
+        raise SourceStalled(message, hint="the previous version stays live, so call commit() or update() again")
 
-    def _ask_rank_0(self, epoch: str, version: int) -> DecisionReply:
+    def _ask_rank_0(self, epoch: str, version: int) -> Outcome:
         wait_s = self.timing.decision_wait_s
         try:
             reply: Decision = self.membership.ask(
                 epoch, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
             )
         except PeerLost:
-            is_gone = self.membership.has_left(epoch, max_age_s=wait_s)
-            return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
+            is_there = self.membership.whereabouts(epoch, max_age_s=wait_s) == "there"
+            return Unknown() if is_there else Open(is_begun=False)
         except PenstockError:
-            return DecisionReply(at=time.monotonic(), kind="silent")
-        # Rank 0 forgets a version after many later versions, so treat an unknown version as gone.
-        return DecisionReply(at=time.monotonic(), decision=reply.fleet, kind="open" if reply.is_begun else "gone")
+            return Unknown()
+        return of_decision(reply)
 
-    def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
+    def _ask_hub(self, epoch: str, version: int) -> Outcome:
         member = self.membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
-        proposal = FleetDecision(epoch=epoch, version=version, outcome="withdrawn", why=why)
         try:
-            reply = member.decide(self.membership.name, proposal)
+            reply = member.decide(self.membership.name, to_record(Withdrawn(epoch=epoch, version=version, why=why)))
         except PenstockError:
-            return DecisionReply(at=time.monotonic(), kind="silent")
-        return DecisionReply(at=time.monotonic(), decision=reply.decision, kind="past" if reply.is_past else "silent")
+            return Unknown()
+        return of_record(reply.decision) or Unknown(is_past=reply.is_past)
 
     def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         """Return the terms for reading a version when this subscriber plans for another receiver. See `Planner`."""
-        known = self.update_loop.decisions.get((epoch, version))
-        if known is not None and known.outcome == "withdrawn":
-            return Withdrawn(version=version, epoch=epoch, decision=known)
         check = self.check_values[1] if request.wants_check and self.check_values[0] == version else b""
-        return Granted(version=version, epoch=epoch, check=check)
+        return self.update_loop.known.withdrawn(epoch, version) or Granted(version=version, epoch=epoch, check=check)

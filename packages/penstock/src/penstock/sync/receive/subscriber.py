@@ -29,6 +29,7 @@ from penstock.hub.messages import SyncStanding, SyncState
 from penstock.lifecycle import Closeable
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.logs import log_named
+from penstock.sync.commit.outcome import to_record
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
 from penstock.sync.receive.flip import FlipOrder, Pause
@@ -144,7 +145,7 @@ class Subscriber(Closeable):
     def _state(self) -> SyncState:
         is_open = self._update_loop.status.now.is_open
         is_busy = self._states.now in (S.RECEIVING, S.PREPARED, S.FLIPPING, S.WRITING)
-        live = self._states.live
+        live, outcome = self._states.live, self._update_loop.known.newest
         standing: SyncStanding = "dirty" if self.is_dirty else "open" if is_open else "updating" if is_busy else "idle"
         # Read the buffers once, because this runs in the heartbeat thread while an update may replace them.
         buffers = self._update_loop.buffers
@@ -163,7 +164,7 @@ class Subscriber(Closeable):
             took_s=live.took_s,
             pause_s=live.pause_s,
             prepared=self.prepared,
-            decision=self._update_loop.decision,
+            decision=None if outcome is None else to_record(outcome),
         )
 
     @property
@@ -175,8 +176,7 @@ class Subscriber(Closeable):
     @property
     def is_behind(self) -> bool:
         """Return whether the fleet has committed a later version, as far as this subscriber knows."""
-        known = self._update_loop.decision
-        return known is not None and known.outcome == "committed" and known.version > self.version
+        return self._update_loop.known.is_behind(self.version)
 
     @contextlib.contextmanager
     def pinned(self, version: int | None = None, *, ttl_s: float | None = None) -> Iterator[int]:

@@ -28,16 +28,17 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.messages import MEMBER_PREFIX, FleetDecision, SyncMember, layout_digest
+from penstock.hub.messages import MEMBER_PREFIX, SyncMember, layout_digest
 from penstock.logs import log_named
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan
 from penstock.report import shares_text
-from penstock.sync.commit_rules import MAX_REASON_CHARS, refusal
-from penstock.sync.local_version import LocalVersion, VersionStatus
+from penstock.sync.commit.announced import VersionStatus
+from penstock.sync.commit.learned import KnownOutcomes
+from penstock.sync.commit.outcome import Decided, Granted, LayoutNeeded, NotYet, Withdrawn, of_part_reply, of_record
+from penstock.sync.local_version import LocalVersion
 from penstock.sync.membership import Membership
-from penstock.sync.messages import NewsReply, PartRequest, RankProgress, TableReply
-from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn, decode_outcome
+from penstock.sync.messages import MAX_REASON_CHARS, NewsReply, PartRequest, RankProgress, TableReply
 from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink
@@ -62,8 +63,6 @@ log = log_named("penstock")
 
 TRIES = 8
 """Maximum number of attempts in an update. Each attempt excludes one more source, or reads a newer version."""
-_KEPT_DECISIONS = 64
-"""Number of stored decisions. A withdrawn version is past long before its decision is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
@@ -89,8 +88,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         self.buffers: ReceiveBuffers | None = None
         self.requirements: Requirements | None = None
         self.checkpoint: TableReply | None = None
-        self.decisions: dict[tuple[str, int], FleetDecision] = {}
-        self.decision: FleetDecision | None = None
+        self.known = KnownOutcomes()
         self._stall_s = self.membership.stall_s
         self._followed = FollowedTarget(self.target, self.options.load, self.options.strict)
         self._storages = RegisteredStorages(())
@@ -157,17 +155,16 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             # Send a heartbeat now, because planners choose sources from the hub's list.
             self.membership.member.beat_now()
 
-    def note_decision(self, decision: FleetDecision) -> None:
-        """Store a decision. Heartbeats report the newest decision, and a withdrawn version is not read again."""
-        self.decisions.setdefault((decision.epoch, decision.version), decision)
-        while len(self.decisions) > _KEPT_DECISIONS:
-            self.decisions.pop(next(iter(self.decisions)))
-        self.decision = decision
+    def note_outcome(self, outcome: Decided, cause: BaseException | None = None) -> None:
+        """Store an outcome. Raise VersionRefused if it is a withdrawal."""
+        self.known = self.known.noted(outcome)
+        if isinstance(outcome, Withdrawn):
+            raise outcome.error(self.membership.name) from cause
 
-    def _refuse_withdrawn(self, withdrawn: FleetDecision | None) -> None:
-        if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
-            self.note_decision(withdrawn)
-            raise refusal(self.membership.name, withdrawn)
+    def _refuse_news(self, withdrawn: Decided | None) -> None:
+        # Raise a withdrawal only once, because the caller may wait for a later version.
+        if withdrawn is not None and self.known.withdrawn(withdrawn.epoch, withdrawn.version) is None:
+            self.note_outcome(withdrawn)
 
     def note_live(self) -> None:
         """Record that the version of the last transfer is live now."""
@@ -219,7 +216,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
                     return news.version
                 if news.withdrawn is not None and news.withdrawn.version >= version:
                     after = news.withdrawn.version
-                    self._refuse_withdrawn(news.withdrawn)
+                    self._refuse_news(of_record(news.withdrawn))
             else:
                 time.sleep(self.timing.no_planner_pause_s)
             waited = now - (last_reply if timeout_s is None else begun)
@@ -280,7 +277,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
                     granted = self._request_part(planner, buffers, version, lost)
                     self._request = planner.member, granted.version
                     if self._is_live(granted.version, granted.epoch):
-                        self._refuse_withdrawn(granted.later)
+                        self._refuse_news(granted.later)
                         return self.unread(granted.version, granted.epoch, begun, attempts=attempt)
                     staged = self.unread(granted.version, granted.epoch, begun, attempts=attempt, origin="sync")
                     return self._read(staged, planner, buffers, granted, requests, lost, pause)
@@ -453,26 +450,20 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             without=tuple(lost),
             can_wait=self.options.staged,
             wants_check=self.options.has_check,
-            refused=tuple(
-                known.version
-                for known in reversed(self.decisions.values())
-                if known.epoch == planner.state.epoch and known.outcome == "withdrawn"
-            ),
+            refused=self.known.withdrawn_versions(planner.state.epoch),
             is_ahead=is_ahead,
             is_outdated=self._is_outdated,
         )
-        outcome = self._ask_part(planner, request)
+        outcome = of_part_reply(self.membership.ask(planner.member, lambda client: client.part(request)))
         if isinstance(outcome, LayoutNeeded):
-            outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
+            whole = msgspec.structs.replace(request, layout=encode(buffers.layout))
+            outcome = of_part_reply(self.membership.ask(planner.member, lambda client: client.part(whole)))
             if isinstance(outcome, LayoutNeeded):
                 raise NotFound("the planner requested this receiver's layout a second time")
         # A version that is known to be withdrawn must not go live, whatever a planner replies.
-        known = self.decisions.get((outcome.epoch, outcome.version))
-        if isinstance(outcome, Withdrawn):
-            known = outcome.decision
-        if known is not None and known.outcome == "withdrawn":
-            self.note_decision(known)
-            raise refusal(self.membership.name, known)
+        withdrawn = self.known.refused(outcome)
+        if withdrawn is not None:
+            self.note_outcome(withdrawn)
         if isinstance(outcome, NotYet):
             raise NotFound(outcome.why)
         if isinstance(outcome, Granted) and outcome.part is not None:
@@ -492,9 +483,6 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         if not isinstance(outcome, Granted) or self._transfer is None or self._transfer.part.key != outcome.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its reply")
         return outcome
-
-    def _ask_part(self, planner: SyncMember, request: PartRequest) -> PartOutcome:
-        return decode_outcome(self.membership.ask(planner.member, lambda sync_client: sync_client.part(request)))
 
     def _read(
         self,
