@@ -1,6 +1,7 @@
 """Drive several vLLM servers as one client of vLLM's trainer interface.
 
-Either all servers install a version, or none does.
+The client is the coordinator of the core's two-phase commit (`spi.Ballot`). A server votes by receiving the version.
+`finish_weight_update` makes the servers of a committed version go live. Only the trainer's process knows the outcome.
 
 `trainer` publishes versions and calls the client. This module does not import vLLM. Any object with the methods of
 vLLM's client can serve as the client of a server.
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from penstock.errors import ConfigError, VersionRefused
-from penstock.spi import Stragglers, wrong_argument
+from penstock.spi import Ballot, Stragglers, wrong_argument
 
 
 class FleetClient:
@@ -50,7 +51,7 @@ class FleetClient:
         # Servers with an open update, servers whose update did not start, and servers that received the version.
         self._started: set[str] = set()
         self._failed_starts: dict[str, BaseException] = {}
-        self._prepared: set[str] = set()
+        self._prepared: tuple[str, ...] = ()
         self._version = -1
         self.left_out: dict[str, str] = {}
 
@@ -94,19 +95,27 @@ class FleetClient:
             VersionRefused: no server will install the version. The message names the failed servers and the reasons.
         """
         self._version = int(update_info["version"])
-        self._prepared.clear()
+        self._prepared = ()
         errors = dict(self._failed_starts)
         errors |= self._all(sorted(self._started), lambda _, client: client.update_weights(dict(update_info)))
         # vLLM closes a server's failed update. The other servers' updates stay open for the next version.
         self._started -= errors.keys()
-        self.left_out = {name: _reason(error) for name, error in errors.items()}
-        if errors and (self._stragglers == "withdraw" or len(errors) == len(self._clients)):
+        ballot = Ballot(stragglers=self._stragglers).begun(self._clients, self._version)
+        for name in self._clients:
+            error = errors.get(name)
+            ballot = (
+                ballot.reported(name, "prepared") if error is None else ballot.reported(name, "failed", _reason(error))
+            )
+        # Every server has replied, so no report is missing.
+        outcome = ballot.decide(is_due=True)
+        assert outcome is not None
+        self.left_out, self._prepared = dict(outcome.failed), outcome.committed
+        if not outcome.committed:
             name, error = next(iter(errors.items()))
             why = "; ".join(f"{failed}: {reason}" for failed, reason in self.left_out.items())
             message = f"version {self._version} was withdrawn from all {len(self._clients)} servers: {why}"
             hint = "every server keeps its previous version, send a later version"
             raise VersionRefused(message, version=self._version, member=name, reason=why, hint=hint) from error
-        self._prepared = set(self._clients) - errors.keys()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """Make all servers that have received the version install it at the same time.
@@ -117,8 +126,7 @@ class FleetClient:
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")
-        names = sorted(self._prepared)
-        self._prepared.clear()
+        names, self._prepared = self._prepared, ()
         self._started -= set(names)
         _raise_first(self._all(names, lambda _, client: client.finish_weight_update(*args, **kwargs)))
 
