@@ -556,6 +556,13 @@ def standing(
     ours = [(member, decision) for member, decision in known if decision.epoch == proposal.epoch]
     # The hub that had the record may be gone, so prefer decisions that members report. A subscriber's refusal counts
     # last, because the fleet may have committed without it.
+    # A subscriber that read the version after the commit has it live without knowing the decision.
+    live = messages.FleetDecision(epoch=proposal.epoch, version=proposal.version, outcome="committed")
+    ours += [
+        (member, live)
+        for member, state in states.items()
+        if (state.side, state.epoch, state.version) == ("subscriber", proposal.epoch, proposal.version)
+    ]
     for outcome in ("committed", "withdrawn"):
         for member, decision in ours:
             is_own = decision.outcome == "withdrawn" and decision.by == member
