@@ -64,7 +64,7 @@ def open_transport(case: str, listen: str, tls: str) -> Transport:
         from penstock.transport.http import HttpTransport
 
         return HttpTransport.open(f"{listen}:0", compress=COMPRESS[case])
-    from penstock.transport.nixl import NixlTransport
+    from penstock_nixl.transport import NixlTransport
 
     return NixlTransport.open(tls=tls)
 

@@ -46,6 +46,8 @@ MAY_IMPORT_ROOMS: dict[str, frozenset[str]] = {
         {"cli", "config", "descriptors", "entry_points", "hub", "lifecycle", "logs", "net", "phases", "plan", "report"}
         | {"types", "units", "waits"}
     ),
+    # A transport registers, fences and reads memory as the core's transports do.
+    "penstock_nixl": frozenset({"config", "entry_points", "lifecycle", "segments", "transport", "types", "waits"}),
     # Simulations, calibration and benches look at the parts of the core one by one.
     "penstock_tools": frozenset(
         {"arguments", "config", "report", "segments", "totals", "types", "waits", "logs"}
@@ -111,8 +113,8 @@ NO_TORCH = (
     "http/region_server.py",
     "http/connection.py",
     "http/region_messages.py",
-    "transport/nixl.py",
-    "transport/nixl_reader.py",
+    "penstock_nixl/transport.py",
+    "penstock_nixl/reader.py",
     "memory/arena.py",
     "memory/mapping.py",
     "memory/memfd.py",

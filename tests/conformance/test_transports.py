@@ -13,9 +13,9 @@ from penstock.testing.transport_suite import TransportTests
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.http import HttpTransport
 from penstock.transport.loopback import LoopbackTransport
-from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport
 from penstock.transport.shm import ShmTransport
+from penstock_nixl.transport import NixlTransport
 
 
 class TestLoopback(TransportTests):

@@ -12,8 +12,8 @@ from tests.support.holder import HolderProcess, allocate, pattern
 from penstock.errors import PeerLost, PenstockError, SourceStalled, StaleDescriptor
 from penstock.memory.arena import Arena
 from penstock.testing.transport_suite import TransportTests, segments
-from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, Transport
+from penstock_nixl.transport import NixlTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")]
 NBYTES = 64_000_013

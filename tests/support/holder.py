@@ -25,9 +25,9 @@ from tests.support.fake_cuda import FakeCuda
 from penstock.memory.arena import Arena
 from penstock.transport.cuda_ipc import CudaIpcTransport
 from penstock.transport.host_endpoint import FencedHandle
-from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Descriptor, Memory, Transport, decode, encode
 from penstock.transport.shm import ShmTransport
+from penstock_nixl.transport import NixlTransport
 
 TILE_BYTES = (1 << 20) + 13
 """The pattern's period in bytes. It is odd, so that a misplaced chunk is detected."""

@@ -118,7 +118,7 @@ def test_every_conversion_error_has_hint(llama: Path, tmp_path: Path) -> None:
         assert "doctor" in hint_of(lambda: launcher.spawn("w", "cuda:99", "", ""))
 
 
-@pytest.mark.parametrize("extra", ["metrics", "redis", "aws", "ray", "nixl", "torch"])
+@pytest.mark.parametrize("extra", ["metrics", "redis", "aws", "ray", "torch"])
 def test_missing_extra_hint_names_installable_packages(extra: str) -> None:
     hint = install_hint(extra)
     assert re.fullmatch(r"pip install( '[a-z0-9-]+[<>=0-9.,]+')+", hint) and "penstock" not in hint

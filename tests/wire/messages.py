@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.plan import layout
 
-PACKAGES = ("penstock", "penstock_convert", "penstock_dcp", "penstock_hub")
+PACKAGES = ("penstock", "penstock_convert", "penstock_dcp", "penstock_hub", "penstock_nixl")
 """The packages whose messages are frozen. A distribution that is split off is added here."""
 
 
@@ -130,7 +130,7 @@ MESSAGES = {
     "transport.generation_address/msgpack": "penstock.transport.host_endpoint:GenerationAddress",
     "transport.located/msgpack": "penstock.transport.host_endpoint:_Located",
     "transport.http_payload/msgpack": "penstock.transport.http:_Payload",
-    "transport.nixl_payload/msgpack": "penstock.transport.nixl_reader:Payload",
+    "transport.nixl_payload/msgpack": "penstock_nixl.reader:Payload",
     "transport.read_request/msgpack": "penstock.http.region_messages:ReadRequest",
     "job.job_spec/msgpack": "penstock_convert.messages:JobSpec",
     "job.hello/msgpack": "penstock_convert.messages:WorkerHello",

@@ -34,6 +34,7 @@ EXTRAS = {
     "convert": "penstock-convert",
     "dcp": "penstock-dcp",
     "hub": "penstock-hub",
+    "nixl": "penstock-nixl",
     "tools": "penstock-tools",
 }
 """The package that each extra of the core installs."""
@@ -43,6 +44,7 @@ ENTRY_POINTS = {
     "penstock-dcp": {},
     "penstock-hf": {"penstock.commands": {"run"}},
     "penstock-hub": {"penstock.commands": {"hub", "ui"}},
+    "penstock-nixl": {"penstock.transports": {"nixl"}},
     "penstock-rl": {},
     "penstock-sglang": {"sglang.srt.plugins": {"penstock", "penstock_runai"}},
     "penstock-tools": {"penstock.commands": {"bench", "calibrate", "plan", "simulate"}},

@@ -26,9 +26,10 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.testing.transport_suite import sample, segments
-from penstock.transport import nixl, nixl_reader
-from penstock.transport.nixl import NixlTransport
 from penstock.transport.protocol import Memory, decode
+from penstock_nixl import reader as nixl_reader
+from penstock_nixl import transport as nixl
+from penstock_nixl.transport import NixlTransport
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -36,7 +37,7 @@ NBYTES = 200_000_003
 HOLDER = """
 import sys
 from penstock.testing.transport_suite import sample
-from penstock.transport import nixl
+from penstock_nixl import transport as nixl
 from penstock.transport.protocol import encode
 from penstock.transport.protocol import Memory
 
@@ -226,7 +227,7 @@ def test_forked_child_leaves_parent_agent_running() -> None:
 def test_process_exits_cleanly_with_open_transport() -> None:
     """With an open transport, for any installed RDMA libraries."""
     script = (
-        "from penstock.transport.nixl import NixlTransport as T; from penstock.transport.protocol import Memory as M"
+        "from penstock_nixl.transport import NixlTransport as T; from penstock.transport.protocol import Memory as M"
     )
     script += "; t = T.open(tls='tcp'); h = t.register(M.of_buffer(bytearray(100)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -261,7 +262,7 @@ def test_missing_nixl_error_names_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(MissingExtra) as caught:
         NixlTransport.open()
-    assert "pip install 'nixl" in str(caught.value)
+    assert 'pip install "penstock[nixl]"' in str(caught.value)
 
 
 def test_ucx_variables_are_set_temporarily(monkeypatch) -> None:

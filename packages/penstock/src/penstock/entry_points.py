@@ -18,6 +18,7 @@ _EXTRA_OF = {
     "modelscope": "ms",
     "modelscope_hub": "ms",
     "nixl": "nixl",
+    "penstock_nixl": "nixl",
     "penstock_convert": "convert",
     "penstock_dcp": "dcp",
     "penstock_hub": "hub",
@@ -28,7 +29,7 @@ _EXTRA_OF = {
     "uvicorn": "hub",
 }
 """Maps the import name of each optional package to its extra."""
-_OWN = {"compile-cache", "convert", "dcp", "hub", "rl", "sglang", "tools", "transformers", "vllm"}
+_OWN = {"compile-cache", "convert", "dcp", "hub", "nixl", "rl", "sglang", "tools", "transformers", "vllm"}
 """Extras that install other packages of this project."""
 
 

@@ -9,14 +9,13 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from penstock.arguments import require_type
 from penstock.cuda.driver import CudaDriver
-from penstock.entry_points import entry_points, load
+from penstock.entry_points import entry_points, install_hint, load
 from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closeable
 from penstock.logs import log_named
@@ -122,7 +121,7 @@ def broken_transports() -> dict[str, str]:
     return broken
 
 
-# Import on use, since cuda_ipc, NIXL's bindings and a listener take 30 to 150 ms.
+# Import on use, since cuda_ipc and a listener take 30 to 150 ms.
 def _open_cuda_ipc(setup: TransportSetup) -> Transport:
     from penstock.transport.cuda_ipc import CudaIpcTransport
 
@@ -139,23 +138,6 @@ def _refuse_shm(into: Handle, source: Descriptor) -> str:
     return "" if is_within_reach(source) else "the peer's release sends no file descriptors"
 
 
-def _open_nixl(setup: TransportSetup) -> Transport:
-    from penstock.transport.nixl import NixlTransport
-
-    return NixlTransport.open()
-
-
-def _unless_nixl(setup: TransportSetup) -> str:
-    # Over TCP, NIXL is not faster than `http`, does not protect memory from a process that has a descriptor, and UCX
-    # aborts a holder that was stopped until its readers gave up. Source: docs/design/fetch.md.
-    if setup.is_named:
-        return ""
-    if setup.listen is None:
-        return "it needs ConnectionSettings(listen=)"
-    has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-    return "" if has_rdma or Path("/proc/driver/nvidia").exists() else "this host has neither RDMA nor a GPU"
-
-
 def _open_http(setup: TransportSetup) -> Transport:
     from penstock.transport.http import HttpTransport
 
@@ -166,7 +148,6 @@ for _built_in in (
     TransportKind(name="loopback", open=lambda setup: LoopbackTransport(), reach="process", rank=0),
     TransportKind(name="cuda_ipc", open=_open_cuda_ipc, reach="host", rank=10, unless_peer=_refuse_cuda_ipc),
     TransportKind(name="shm", open=lambda setup: ShmTransport(), reach="host", rank=20, unless_peer=_refuse_shm),
-    TransportKind(name="nixl", open=_open_nixl, reach="network", rank=30, unless=_unless_nixl),
     TransportKind(name="http", open=_open_http, reach="network", rank=40),
 ):
     register_transport(_built_in)
@@ -322,7 +303,9 @@ def open_links(
     if unknown & set(broken):
         raise ConfigError("; ".join(broken[name] for name in sorted(unknown & set(broken))))
     if unknown:
-        raise ConfigError(f"there is no transport {', '.join(sorted(unknown))}", hint=f"use one of {', '.join(kinds)}")
+        more = f", or install nixl: {install_hint('nixl')}" if "nixl" in unknown else ""
+        hint = f"use one of {', '.join(kinds)}{more}"
+        raise ConfigError(f"there is no transport {', '.join(sorted(unknown))}", hint=hint)
     setup = TransportSetup(listen=listen, tls=tls, trust=trust, is_named=only is not None)
     refused = dict(broken)
     makers: dict[str, Callable[[], Transport]] = {}

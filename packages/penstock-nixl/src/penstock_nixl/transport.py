@@ -31,9 +31,9 @@ from penstock.errors import Cancelled, ConfigError, PenstockError
 from penstock.lifecycle import release_after_fork
 from penstock.segments import Segments
 from penstock.transport.host_endpoint import checksum_of
-from penstock.transport.nixl_reader import WORD_BYTES, Agent, Discarded, NixlPost, Payload, Reader, pieces, place_of
 from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory, PendingRead, Transport, decode_payload
 from penstock.waits import start_thread
+from penstock_nixl.reader import WORD_BYTES, Agent, Discarded, NixlPost, Payload, Reader, pieces, place_of
 
 LINGER_S = 3.0
 """Seconds for which released memory stays registered. A reader posts within milliseconds of reading the word, and has
