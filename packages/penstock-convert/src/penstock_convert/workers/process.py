@@ -182,7 +182,7 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
             wire.send(Began(task=task))
 
     def done(task: int, digests: U64) -> None:
-        fetched_bytes, asked_bytes = worker.bytes_read()
+        fetched_bytes, asked_bytes = worker.sources.bytes_read()
         raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):
             wire.send(TaskDone(task=task, digests=raw, fetched_bytes=fetched_bytes, asked_bytes=asked_bytes))
@@ -268,7 +268,7 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
 
 def _beat(worker: Worker) -> WorkerBeat:
     """Return a heartbeat with the worker's progress and statistics, and the trace spans since the last heartbeat."""
-    fetched_bytes, asked_bytes = worker.bytes_read()
+    fetched_bytes, asked_bytes = worker.sources.bytes_read()
     return WorkerBeat(
         moved_bytes=worker.ticket.moved_bytes,
         num_reports=worker.num_reports,

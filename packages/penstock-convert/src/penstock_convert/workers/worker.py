@@ -21,17 +21,15 @@ import numpy as np
 import torch
 
 from penstock.digest.leaf import leaf_digests
-from penstock.engine.check import TensorChecker
 from penstock.engine.run import Executor, Item, PendingItem, Run
 from penstock.engine.trace import Trace
-from penstock.errors import BudgetTooSmall, IntegrityError, OperationFailed, PenstockError
+from penstock.errors import BudgetTooSmall, OperationFailed, PenstockError
 from penstock.loader.tensor import as_tensor, torch_dtype, torch_shape
 from penstock.storage import is_remote
-from penstock.storage.cache import CachedSource
 from penstock.storage.output import OutputSet
 from penstock.storage.weight_set import WeightSet
 from penstock.types import MIB, U64
-from penstock_convert.job import ConversionJob, Written, bytes_read
+from penstock_convert.job import ConversionJob, Written
 from penstock_convert.operations.operation import UNKNOWN, StreamedOperation, report_to
 from penstock_convert.plan.tasks import Recipe, TaskOutput
 from penstock_convert.workers.compute import (
@@ -44,6 +42,7 @@ from penstock_convert.workers.compute import (
     cut,
     packed,
 )
+from penstock_convert.workers.verified_sources import VerifiedSources
 
 LOCAL_READ_BYTES, DEVICE_READ_BYTES, REMOTE_READ_BYTES = 16 * MIB, 32 * MIB, 8 * MIB
 """Size of one read in bytes: large enough that Python handles few reads, and small enough that several threads share a
@@ -105,12 +104,9 @@ class Worker(Run):
         self.num_reports = 0
         self.job = job
         self.out = out
-        self._sources = sources
+        self.sources = VerifiedSources(sources, job.leaf_sizes)
         self.began = on_began
         self.ended = on_done
-        self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
-        both = zip(sources, job.leaf_sizes, strict=True)
-        self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(file.uri) for source in sources for file in source.sources)
         # Copy a few leaves at a time only on the CPU and from local files, because remote reads should be larger.
         self.copies_by_leaves = device.type == "cpu" and not remote
@@ -120,9 +116,8 @@ class Worker(Run):
         self.read_bytes, num_reads = (REMOTE_READ_BYTES, REMOTE_READS) if remote else local
         self._num_reads = num_reads if remote else min(num_reads, max(2, cores))
         self._num_writes = min(MAX_WRITES, max(MIN_WRITES, cores))
-        # Read and write threads update these counts concurrently, and `+=` on an attribute is not atomic.
+        # Read and write threads update the ticket's count concurrently, and `+=` on an attribute is not atomic.
         self._moving = threading.Lock()
-        self._fetched_bytes = 0
         self._peak_part_bytes = 0
         # The set needs no lock. Only one thread changes the set. A thread that sees a change late runs a useless task.
         self._revoked: set[int] = set()
@@ -144,9 +139,8 @@ class Worker(Run):
         # Import `cuda_compute` only for a device, because the module requires Triton.
         from penstock_convert.workers.cuda_compute import CudaCompute
 
-        # A buffer must hold a whole leaf for the comparison with its digest. No leaf is larger than its tensor.
-        tables = [source.manifest.tensors for source in self._sources]
-        leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.leaf_sizes, tables, strict=True)]
+        # A buffer must hold a whole leaf for the comparison with its digest.
+        leaves = self.sources.largest_leaves(self.job.leaf_sizes)
         return CudaCompute.open(
             self._memory_bytes,
             self._device,
@@ -208,40 +202,15 @@ class Worker(Run):
         """Count a progress report from the operation."""
         self.num_reports += 1
 
-    def moved(self, nbytes: int, *, is_fetched: bool = False) -> None:
-        """Count bytes read or written.
-
-        If `is_fetched`, the bytes were read from a source without a cache, and are also counted as fetched bytes.
-        """
+    def moved(self, nbytes: int) -> None:
+        """Count bytes read or written."""
         with self._moving:
             self.ticket.moved_bytes += nbytes
-            self._fetched_bytes += nbytes if is_fetched else 0
-
-    def bytes_read(self) -> tuple[int, int]:
-        """Return the bytes read from the sources, and the bytes requested from the sources or from a cache."""
-        fetched_bytes, asked_bytes = bytes_read(self._sources)
-        return self._fetched_bytes + fetched_bytes, self._fetched_bytes + asked_bytes
 
     def read(self, source: int, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with a tensor's bytes, beginning at `offset`.
-
-        Raise IntegrityError if a leaf's digest does not match.
-        """
-        table = self._sources[source].manifest.tensors
-        row = self._rows[source][name]
-        file = self._sources[source].sources[int(table.file_index[row])]
-        at, checker = int(table.offset[row]) + offset, self._checkers[source]
-        file.readv(at, [into])
-        if checker is not None:
-            try:
-                checker.check(row, offset, into, uri=file.uri)
-            except IntegrityError:
-                if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
-                    raise
-                # The corruption may be only in the cached copy, so read the bytes once more from the source.
-                file.readv(at, [into])
-                checker.check(row, offset, into, uri=file.uri)
-        self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
+        """Fill `into` with verified bytes of a tensor, and count them. See `VerifiedSources.read`."""
+        self.sources.read(source, name, offset, into)
+        self.moved(into.nbytes)
 
     def close(self) -> None:
         """End the threads and free the memory. Idempotent."""
