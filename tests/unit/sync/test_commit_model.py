@@ -34,9 +34,8 @@ from penstock.sync.commit.outcome import (
     of_decision,
     of_record,
     to_decision,
-    to_record,
 )
-from penstock.sync.messages import PartRequest
+from penstock.sync.messages import PartRequest, RankProgress
 from penstock_hub import snapshot
 
 EPOCH, VERSION = "zero", 7
@@ -92,8 +91,7 @@ class Rules:
             if vote == "gone":
                 ballot = ballot.lost(member, has_left=False)
             elif vote:
-                word = "prepared" if vote == "checked" else vote
-                ballot = ballot.ended(member, word, f"{vote} {member}", is_checked=vote == "checked")
+                ballot = ballot.ended(member, report_of(vote))
         return ballot
 
     def _decide(self, terms: tuple[str, bool], votes: tuple[str, ...], is_due: bool, is_cancelled: bool) -> str:
@@ -114,7 +112,7 @@ class Rules:
         )
 
     def _after(self, question: str, reply: str, at: float) -> str:
-        inquiry = Inquiry.begin(0.0, limit_s=10.0, stall_s=5.0)
+        inquiry = Inquiry(begun=0.0, limit_s=10.0, stall_s=5.0, last_reply=0.0)
         inquiry = msgspec.structs.replace(inquiry, question=question)  # type: ignore[arg-type]
         step = inquiry.after(REPLIES[reply], at)
         return step.question if isinstance(step, Inquiry) else word_of(step)
@@ -132,7 +130,7 @@ class Rules:
         """Return whether a wait goes on after many replies that are all late and never name an outcome."""
         limits = {"limit_s": 10.0, "stall_s": 5.0}
         for reply in (SILENT, GONE, Open()):
-            step: Inquiry | Outcome = Inquiry.begin(0.0, **limits)
+            step: Inquiry | Outcome = Inquiry(begun=0.0, last_reply=0.0, **limits)
             for at in range(1, 40):
                 is_of_hub = isinstance(step, Inquiry) and step.question == "hub"
                 step = step.after(SILENT if is_of_hub else reply, float(at)) if isinstance(step, Inquiry) else step
@@ -150,9 +148,9 @@ class Rules:
                 side="publisher" if member == EPOCH else "subscriber",
                 epoch=EPOCH,
                 version=VERSION if knows in ("live", "committed") and member != EPOCH else VERSION - 1,
-                decision=None if knows in ("", "live") else to_record(outcome),
+                decision=None if knows in ("", "live") else outcome.record(),
             )
-        reply = snapshot.standing(to_record(decided(proposal)), states, EPOCH if is_zero else "a", is_recent=is_recent)
+        reply = snapshot.standing(decided(proposal).record(), states, EPOCH if is_zero else "a", is_recent=is_recent)
         assert not reply.is_past
         return word_of(of_record(reply.decision))
 
@@ -168,6 +166,11 @@ class Rules:
             return "refused"
         assert isinstance(terms, Granted)
         return "live" if terms.decide_s is None else "staged"
+
+
+def report_of(vote: str) -> RankProgress:
+    outcome = "prepared" if vote == "checked" else vote
+    return RankProgress(version=VERSION, outcome=outcome, why=vote, is_checked=vote == "checked")  # type: ignore[arg-type]
 
 
 def decided(word: str) -> Decided:
@@ -315,11 +318,7 @@ def events_of_zero(rules: Rules, world: World) -> Iterator[World]:
 def count(rules: Rules, world: World, i: int, vote: str) -> str:
     """Return the vote that counts after `vote` arrived, by the real ballot."""
     member = "abc"[i]
-    votes = (
-        rules.ballot(world.terms, votes_of(world))
-        .ended(member, "prepared" if vote == "checked" else vote, "", is_checked=vote == "checked")
-        .votes
-    )
+    votes = rules.ballot(world.terms, votes_of(world)).ended(member, report_of(vote)).votes
     return "checked" if votes[member].is_checked else votes[member].standing
 
 

@@ -11,7 +11,7 @@ from penstock.errors import VersionRefused
 from penstock.hub.messages import SyncState
 from penstock.sync.commit.ballot import Ballot
 from penstock.sync.commit.learned import Inquiry
-from penstock.sync.commit.outcome import Committed, Open, Outcome, Unknown, Withdrawn, to_record
+from penstock.sync.commit.outcome import Committed, Open, Outcome, Unknown, Withdrawn
 
 EPOCH, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
@@ -86,7 +86,7 @@ SILENT, GONE, PAST = Unknown(), Open(is_begun=False), Unknown(is_past=True)
 
 def ends(*replies: tuple[float, Outcome]) -> tuple[list[str], Outcome | None]:
     """Return the questions and the result of the wait, after replies with their times."""
-    step: Inquiry | Outcome = Inquiry.begin(0.0, limit_s=10.0, stall_s=5.0)
+    step: Inquiry | Outcome = Inquiry(begun=0.0, limit_s=10.0, stall_s=5.0, last_reply=0.0)
     questions = ["coordinator"]
     for at, reply in replies:
         assert isinstance(step, Inquiry)
@@ -124,5 +124,5 @@ def test_decision_wait_without_reply_times_out() -> None:
 
 
 def test_fleet_decision_round_trips_through_encoding() -> None:
-    state = SyncState(name="policy", side="subscriber", prepared=8, decision=to_record(COMMITTED))
+    state = SyncState(name="policy", side="subscriber", prepared=8, decision=COMMITTED.record())
     assert msgspec.json.decode(msgspec.json.encode(state), type=SyncState) == state

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -29,9 +29,7 @@ from penstock.sync.commit.coordinator import CommitCoordinator
 from penstock.sync.commit.outcome import PartOutcome, to_decision, to_part_reply
 from penstock.sync.local_version import LocalVersion, VersionMap
 from penstock.sync.membership import name_of_strips
-
-if TYPE_CHECKING:
-    from penstock.sync.publish.rank_group import FirstVersions
+from penstock.sync.publish.rank_group import FirstVersions
 
 SESSION_S = 600.0
 """Seconds after which an unused session ends. A training step is shorter, so the session outlives it."""

@@ -6,7 +6,7 @@ import threading
 import time
 
 from penstock.peer.member import Member
-from penstock.sync.commit.outcome import Decided, Withdrawn, to_record
+from penstock.sync.commit.outcome import Decided, Withdrawn
 from penstock.sync.messages import NewsReply
 
 
@@ -21,7 +21,7 @@ class VersionStatus:
 
     def post(self, epoch: str, version: int, *, is_open: bool, withdrawn: Withdrawn | None = None) -> None:
         """Set the status and wake the threads that wait for a newer version."""
-        record = None if withdrawn is None else to_record(withdrawn)
+        record = None if withdrawn is None else withdrawn.record()
         with self._changed:
             self.now = NewsReply(epoch=epoch, version=version, is_open=is_open, withdrawn=record)
             self._changed.notify_all()
@@ -72,9 +72,8 @@ class Announcements(VersionStatus):
         """Announce that the version can no longer be read here. If it was withdrawn, announce the previous version."""
         # Subscribers must not request a withdrawn version as the newest version.
         withdrawn = self.withdrawn
-        self.post(
-            self.epoch, self.version if withdrawn is None else self._before.version, is_open=False, withdrawn=withdrawn
-        )
+        newest = self.version if withdrawn is None else self._before.version
+        self.post(self.epoch, newest, is_open=False, withdrawn=withdrawn)
         self._member.beat_now()
 
     def decided(self, outcome: Decided) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from penstock.sync.commit.outcome import Committed, Granted, NotYet, Open, Received, Reported, Withdrawn
-from penstock.sync.messages import PartRequest
+from penstock.sync.messages import PartRequest, RankProgress
 
 Stragglers = Literal["leave_out", "withdraw"]
 """`leave_out` commits without late or failed subscribers. `withdraw` commits with all subscribers or with none."""
@@ -85,15 +85,15 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return self._with(member, Vote(standing=standing, why=why, is_checked=is_checked))
 
-    def ended(self, member: str, outcome: str, why: str, *, is_checked: bool) -> Ballot:
-        """Return the ballot after a receiver's report of an outcome. See `messages.RankProgress`."""
+    def ended(self, member: str, progress: RankProgress) -> Ballot:
+        """Return the ballot after a receiver's report of its outcome."""
         standing: Standing = "failed"
         if not self.is_two_phase:
-            standing = "failed" if outcome == "failed" else "prepared"
+            standing = "failed" if progress.outcome == "failed" else "prepared"
         # Subscribers of old releases report `committed`, but receive no version before the decision.
-        elif outcome in ("prepared", "refused"):
-            standing = "prepared" if outcome == "prepared" else "refused"
-        return self.reported(member, standing, why, is_checked=is_checked)
+        elif progress.outcome == "prepared" or progress.outcome == "refused":
+            standing = progress.outcome
+        return self.reported(member, standing, progress.why, is_checked=progress.is_checked)
 
     def lost(self, member: str, *, has_left: bool) -> Ballot:
         """Return the ballot after a subscriber left the sync or died. A dead subscriber counts as not prepared."""
@@ -105,14 +105,12 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 
     def decide(self, *, is_due: bool) -> Received | Committed | Withdrawn | None:
         """Return the proposed outcome, or None while reports are missing. `is_due` is True after the deadline."""
-        if self.cancelled and self.is_two_phase:
-            return self.withdrawn(self.cancelled)
+        prepared, late = self._named("prepared"), tuple(self._named("late"))
         if not self.is_two_phase:
-            if self.waiting():
-                return None
-            return Received(
-                committed=tuple(self._named("prepared")), late=tuple(self._named("late")), failed=self._bad()
-            )
+            received = Received(committed=tuple(prepared), late=late, failed=self._bad())
+            return None if self.waiting() else received
+        if self.cancelled:
+            return self.withdrawn(self.cancelled)
         for member, why in self._named("refused").items():
             return self.withdrawn(why, by=member)
         lacking = {**self._named("failed"), **self._named("gone"), **self._named("late")}
@@ -125,23 +123,16 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
                 return due.decide(is_due=True)
             if not lacking or self.stragglers == "leave_out":
                 return None
-        prepared = self._named("prepared")
         for member, why in lacking.items():
             if self.stragglers == "withdraw":
                 return self.withdrawn(f"subscriber {member[:8]} did not prepare it: {why}")
             if not prepared:
                 return self.withdrawn(f"no subscriber prepared it (subscriber {member[:8]}: {why})")
         if self.needs_check and prepared and not any(self.votes[member].is_checked for member in prepared):
-            return self.withdrawn(
-                "it was published with values for a check, but no prepared subscriber checks versions"
-            )
-        return Committed(
-            epoch=self.epoch,
-            version=self.version,
-            committed=tuple(prepared),
-            late=tuple(self._named("late")),
-            failed=self._bad(),
-        )
+            why = "it was published with values for a check, but no prepared subscriber checks versions"
+            return self.withdrawn(why)
+        committed, failed = tuple(prepared), self._bad()
+        return Committed(epoch=self.epoch, version=self.version, committed=committed, late=late, failed=failed)
 
     def withdrawn(self, why: str, by: str = "") -> Withdrawn:
         """Return the proposal to withdraw the version."""

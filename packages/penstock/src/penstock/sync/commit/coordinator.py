@@ -56,11 +56,10 @@ class CommitCoordinator:
             # Ignore reports after the decision, because other ranks may have acted on it.
             if ballot is None or ballot.is_over:
                 return
-            if not progress.outcome:
+            if progress.outcome:
+                self._set(version, ballot.ended(member, progress))
+            else:
                 self._ballots[version] = ballot.alive(member, time.monotonic(), progress.moved_bytes)
-                return
-            is_checked = progress.is_checked
-            self._set(version, ballot.ended(member, progress.outcome, progress.why, is_checked=is_checked))
 
     def _set(self, version: int, ballot: Ballot) -> None:
         """Replace a ballot and wake the waiting threads. The caller holds the lock."""

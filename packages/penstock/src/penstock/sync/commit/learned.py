@@ -19,14 +19,9 @@ class Inquiry(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float
     stall_s: float
     last_reply: float
-    """Time of the coordinator's last reply."""
+    """Time of the coordinator's last reply, or of the beginning."""
     question: Literal["coordinator", "hub"] = "coordinator"
     """The process to ask next. Asking the hub proposes a withdrawal, and the hub returns the recorded outcome."""
-
-    @classmethod
-    def begin(cls, now: float, *, limit_s: float, stall_s: float) -> Inquiry:
-        """Return the wait at its beginning."""
-        return cls(begun=now, limit_s=limit_s, stall_s=stall_s, last_reply=now)
 
     def after(self, reply: Outcome, at: float) -> Inquiry | Committed | Withdrawn | Unknown:
         """Return the wait after a reply, or its end. `Unknown` as a reply means that the process did not reply."""

@@ -1,7 +1,7 @@
 """The outcome of a version as one union, the terms on which a receiver may read it, and their messages.
 
-The `to_` and `of_` functions convert to messages and back. No other module of `sync` uses `FleetDecision`, which is the
-hub's record of an outcome.
+`record` and the `to_` and `of_` functions convert to messages and back. No other module of `sync` reads the hub's
+record of an outcome, which is `FleetDecision`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from penstock.errors import VersionRefused
-from penstock.hub.messages import FleetDecision, FleetOutcome
+from penstock.hub.messages import FleetDecision
 from penstock.sync.messages import MAX_REASON_CHARS, Decision, PartReply
 
 
@@ -41,6 +41,10 @@ class Committed(_Counted, frozen=True, kw_only=True):
     epoch: str
     version: int
 
+    def record(self) -> FleetDecision:
+        """Return the hub's record of the outcome."""
+        return FleetDecision(epoch=self.epoch, version=self.version, outcome="committed")
+
 
 class Withdrawn(_Counted, frozen=True, kw_only=True):
     """The version never goes live."""
@@ -51,6 +55,11 @@ class Withdrawn(_Counted, frozen=True, kw_only=True):
     by: str = ""
     """The subscriber that refused the version. Empty if no single subscriber refused it."""
     why: str = ""
+
+    def record(self) -> FleetDecision:
+        """Return the hub's record of the outcome."""
+        why = self.why[:MAX_REASON_CHARS]
+        return FleetDecision(epoch=self.epoch, version=self.version, outcome="withdrawn", by=self.by, why=why)
 
     def error(self, name: str) -> VersionRefused:
         """Return the error for this version of the sync `name`."""
@@ -110,13 +119,6 @@ PartOutcome = LayoutNeeded | NotYet | Withdrawn | Granted
 """A planner's reply to a receiver's request for its part."""
 
 
-def to_record(outcome: Decided) -> FleetDecision:
-    """Convert a decided outcome to the hub's record of it."""
-    by, why = ("", "") if isinstance(outcome, Committed) else (outcome.by, outcome.why[:MAX_REASON_CHARS])
-    name: FleetOutcome = "committed" if outcome.is_commit else "withdrawn"
-    return FleetDecision(epoch=outcome.epoch, version=outcome.version, outcome=name, by=by, why=why)
-
-
 def of_record(record: FleetDecision | None) -> Decided | None:
     """Convert the hub's record to an outcome. None means that there is no record."""
     match record:
@@ -135,9 +137,8 @@ def recorded(proposal: Decided, record: Decided | None) -> Decided | Unknown:
     if record is None:
         # A withdrawal need not be recorded, because no subscriber goes live without a recorded commit.
         return Unknown() if proposal.is_commit else proposal
-    if record.is_commit == proposal.is_commit:
-        return proposal
-    return msgspec.structs.replace(record, late=proposal.late, failed=proposal.failed)
+    committed = proposal.committed if record.is_commit else ()
+    return msgspec.structs.replace(record, committed=committed, late=proposal.late, failed=proposal.failed)
 
 
 def to_decision(outcome: Reported) -> Decision:
@@ -148,7 +149,7 @@ def to_decision(outcome: Reported) -> Decision:
         committed=outcome.committed,
         late=outcome.late,
         failed=dict(outcome.failed),
-        fleet=to_record(outcome) if isinstance(outcome, Decided) else None,
+        fleet=outcome.record() if isinstance(outcome, Decided) else None,
     )
 
 
@@ -166,17 +167,11 @@ def to_part_reply(outcome: PartOutcome) -> PartReply:
         case NotYet(why=why, epoch=epoch, version=version):
             return PartReply(version=version, epoch=epoch, not_yet=why)
         case Withdrawn(epoch=epoch, version=version):
-            return PartReply(version=version, epoch=epoch, refused=to_record(outcome))
-        case Granted():
-            return PartReply(
-                version=outcome.version,
-                epoch=outcome.epoch,
-                key=outcome.key,
-                part=outcome.part,
-                decide_s=outcome.decide_s,
-                withdrawn=None if outcome.later is None else to_record(outcome.later),
-                check=outcome.check,
-            )
+            return PartReply(version=version, epoch=epoch, refused=outcome.record())
+        case Granted(later=later):
+            # The other fields have the same names in the message.
+            reply = msgspec.convert(outcome, PartReply, from_attributes=True)
+            return msgspec.structs.replace(reply, withdrawn=None if later is None else later.record())
 
 
 def of_part_reply(reply: PartReply) -> PartOutcome:
@@ -188,12 +183,5 @@ def of_part_reply(reply: PartReply) -> PartOutcome:
     if reply.not_yet:
         return NotYet(why=reply.not_yet, epoch=reply.epoch, version=reply.version)
     later = of_record(reply.withdrawn)
-    return Granted(
-        epoch=reply.epoch,
-        version=reply.version,
-        key=reply.key,
-        part=reply.part,
-        decide_s=reply.decide_s,
-        later=later if isinstance(later, Withdrawn) else None,
-        check=reply.check,
-    )
+    granted = msgspec.convert(reply, Granted, from_attributes=True)
+    return msgspec.structs.replace(granted, later=later if isinstance(later, Withdrawn) else None)

@@ -29,7 +29,7 @@ from penstock.sync.check import encode_values
 from penstock.sync.commit.announced import Announcements
 from penstock.sync.commit.ballot import Ballot, Stragglers
 from penstock.sync.commit.coordinator import CommitCoordinator
-from penstock.sync.commit.outcome import Committed, Granted, NotYet, Open, Reported, Withdrawn, to_record
+from penstock.sync.commit.outcome import Committed, Granted, NotYet, Open, Reported, Withdrawn
 from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.messages import PartRequest
@@ -179,7 +179,7 @@ class Publisher(Closeable):
             state="open" if now.is_open else "idle",
             nbytes=self.nbytes,
             took_s=self._took_s,
-            decision=None if outcome is None else to_record(outcome),
+            decision=None if outcome is None else outcome.record(),
         )
 
     @property
@@ -325,10 +325,7 @@ class Publisher(Closeable):
         if self._pending is None:
             return
         # No timeout is needed, because the decision has a deadline.
-        _, pending = self._pending
-        wait([pending])
-        why = pending.exception()
-        if why is not None:
+        if (why := self._pending[1].exception()) is not None:
             log.warning("the previous version of %r did not go live: %s", self.name, why)
         self._pending = None
 

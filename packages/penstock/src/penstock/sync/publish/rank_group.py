@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.errors import ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
+from penstock.errors import ConfigError, NotFound, PeerLost, SourceStalled
 from penstock.hub.messages import SyncMember
-from penstock.sync.commit.outcome import Decided, Open, Reported, of_decision, of_record, to_record
+from penstock.sync.commit.outcome import Open, Reported, of_decision
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision
 from penstock.waits import jitter
@@ -152,22 +152,6 @@ def decided(membership: Membership, epoch: str, version: int) -> Reported:
                 uri=f"penstock:{epoch}",
                 hint="publish the same versions on all ranks",
             )
-
-
-def record(membership: Membership, proposal: Decided, within_s: float) -> Decided:
-    """Record a proposal at the hub as rank 0. Return the recorded outcome, which may be of an earlier proposal."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            standing = of_record(membership.member.decide(membership.name, to_record(proposal)).decision)
-            if standing is not None:
-                return standing
-        except HubUnavailable:
-            if time.monotonic() > deadline:
-                raise
-        if time.monotonic() > deadline:
-            raise HubUnavailable(f"the hub did not record a decision within {within_s:g} s")
-        time.sleep(membership.timing.record_pause_s)
 
 
 def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, rank: int) -> SyncMember | None:

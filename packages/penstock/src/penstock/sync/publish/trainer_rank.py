@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -12,7 +13,7 @@ from penstock.errors import HubUnavailable, PenstockError, StaleDescriptor
 from penstock.sync.commit.announced import Announcements
 from penstock.sync.commit.ballot import Ballot
 from penstock.sync.commit.coordinator import CommitCoordinator
-from penstock.sync.commit.outcome import Decided, Received, Reported, Unknown, Withdrawn, recorded
+from penstock.sync.commit.outcome import Decided, Received, Reported, Unknown, Withdrawn, of_record, recorded
 from penstock.sync.membership import Membership
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.registered import Registered
@@ -93,19 +94,25 @@ class TrainerRank(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return outcome
 
     def _recorded(self, proposal: Decided) -> Decided:
-        name, record, failure = self.membership.name, None, None
-        try:
-            record = rank_group.record(
-                self.membership, proposal, self.membership.stall_s if proposal.is_commit else 0.0
-            )
-        except PenstockError as error:
-            failure = error
+        membership, record = self.membership, None
+        # Propose a withdrawal only once, because it need not be recorded.
+        within_s = membership.stall_s if proposal.is_commit else 0.0
+        deadline = time.monotonic() + within_s
+        while record is None:
+            failure: PenstockError = HubUnavailable(f"the hub did not record a decision within {within_s:g} s")
+            try:
+                record = of_record(membership.member.decide(membership.name, proposal.record()).decision)
+            except PenstockError as error:
+                failure = error
+            if record is None:
+                if time.monotonic() > deadline or not isinstance(failure, HubUnavailable):
+                    break
+                time.sleep(membership.timing.record_pause_s)
         outcome = recorded(proposal, record)
         if isinstance(outcome, Unknown):
-            why = "the hub does not reply" if failure is None else failure.message
-            message = f"it is unknown whether version {proposal.version} of {name!r} is committed: {why}"
+            message = f"it is unknown whether version {proposal.version} of {membership.name!r} is committed"
             hint = "publish the next version. Until then subscribers keep the previous one, or learn from the hub"
-            raise HubUnavailable(message, hint=hint) from failure
+            raise HubUnavailable(f"{message}: {failure.message}", hint=hint) from failure
         return outcome
 
     def _settle(self, version: int, outcome: Decided) -> None:

@@ -12,17 +12,7 @@ from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled,
 from penstock.report import names_text
 from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.commit.learned import Inquiry
-from penstock.sync.commit.outcome import (
-    Decided,
-    Granted,
-    Open,
-    Outcome,
-    Unknown,
-    Withdrawn,
-    of_decision,
-    of_record,
-    to_record,
-)
+from penstock.sync.commit.outcome import Decided, Granted, Open, Outcome, Unknown, Withdrawn, of_decision, of_record
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartRequest
 from penstock.sync.receive.staged import Staged
@@ -87,8 +77,9 @@ class Participant(msgspec.Struct, eq=False):
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
         # Add the stall deadline, because rank 0 may need this time to record the decision.
-        limit_s = max(0.0, decide_by - begun) + self.membership.stall_s
-        step: Inquiry | Outcome = Inquiry.begin(begun, limit_s=limit_s, stall_s=self.membership.stall_s)
+        stall_s = self.membership.stall_s
+        limit_s = max(0.0, decide_by - begun) + stall_s
+        step: Inquiry | Outcome = Inquiry(begun=begun, limit_s=limit_s, stall_s=stall_s, last_reply=begun)
         while isinstance(step, Inquiry):
             self.check_open()
             is_of_hub = step.question == "hub"
@@ -124,7 +115,7 @@ class Participant(msgspec.Struct, eq=False):
         member = self.membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
         try:
-            reply = member.decide(self.membership.name, to_record(Withdrawn(epoch=epoch, version=version, why=why)))
+            reply = member.decide(self.membership.name, Withdrawn(epoch=epoch, version=version, why=why).record())
         except PenstockError:
             return Unknown()
         return of_record(reply.decision) or Unknown(is_past=reply.is_past)

@@ -29,7 +29,6 @@ from penstock.hub.messages import SyncStanding, SyncState
 from penstock.lifecycle import Closeable
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.logs import log_named
-from penstock.sync.commit.outcome import to_record
 from penstock.sync.membership import Membership
 from penstock.sync.planner import Planner
 from penstock.sync.receive.flip import FlipOrder, Pause
@@ -164,7 +163,7 @@ class Subscriber(Closeable):
             took_s=live.took_s,
             pause_s=live.pause_s,
             prepared=self.prepared,
-            decision=None if outcome is None else to_record(outcome),
+            decision=None if outcome is None else outcome.record(),
         )
 
     @property
