@@ -73,6 +73,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"loader"}),
     frozenset({"holding"}),
     frozenset({"peer"}),
+    frozenset({"transfer"}),
     frozenset({"fetcher"}),
     frozenset({"cache", "sync"}),
     frozenset({"modules", "reports", "spi", "cli", "testing"}),

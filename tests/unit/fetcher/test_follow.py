@@ -13,7 +13,6 @@ import torch
 
 from penstock.engine.run import RunState
 from penstock.errors import PeerLost, PenstockError, SourceBusy
-from penstock.fetcher import retries
 from penstock.fetcher.assignment import Assignment
 from penstock.fetcher.hub_poller import HubPoller
 from penstock.fetcher.report import Provenance
@@ -22,6 +21,7 @@ from penstock.holding.weight_layout import WeightLayout, layout_of_tensors, tabu
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.timing import Timing
+from penstock.transfer import blame
 from penstock.types import DType
 
 NUM_CHUNKS = 8
@@ -161,7 +161,7 @@ def test_persistently_full_parent_is_replaced_in_report(
     fetch = assignment_of(weights, Timing(full_pause_s=0.0))
     monkeypatch.setattr(Reader, "connects_at_once", False)
     for _ in range(2):
-        for _ in range(retries.BUSY_TRIES):
+        for _ in range(blame.BUSY_TRIES):
             fetch.follow(reply_of("PG"))
             assert parents(weights) == ("P", "")
             fail(fetch, "P", SourceBusy("this member has reached its maximum number of readers"))

@@ -13,7 +13,8 @@ import pytest
 from penstock.engine.threads import KeptThreads
 from penstock.errors import NotFound, PeerLost, SourceStalled
 from penstock.sync.membership import Membership
-from penstock.sync.receive.sources import LinkRequests, SourceFailed
+from penstock.sync.receive.sources import LinkRequests
+from penstock.transfer.blame import SourceFailed
 
 
 class Members:

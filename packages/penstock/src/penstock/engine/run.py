@@ -173,6 +173,7 @@ class RunState:
         is_busy: returns whether an executor is running an item, whose deadline then replaces the ticket's deadline.
         received: returns the bytes received so far, also by running items, or is None if only finished items count.
         error: the first error, or None if there was no error or the ticket was released.
+        blamed: the source whose fault the first error is, or None.
         stopped: whether the run failed or was cancelled, so that no new item may start.
         changed: condition that is notified at every change, and whose lock is held during every change.
         waits: scope of the items' waits, which end when the work stops.
@@ -188,6 +189,7 @@ class RunState:
         self._silence = StallTimer()
         self._goes_on = False
         self.error: BaseException | None = None
+        self.blamed: str | None = None
         self.stopped = False
         self.is_finished = False
 
@@ -201,11 +203,11 @@ class RunState:
         with self.changed:
             self.changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Stop the work with an error. Later errors are dropped."""
+    def fail(self, error: BaseException, *, source: str | None = None) -> None:
+        """Stop the work with an error, which may be the fault of a `source`. Later errors are dropped."""
         with self.changed:
             if not self.done:
-                self.error, self.stopped = error, True
+                self.error, self.blamed, self.stopped = error, source, True
             self.changed.notify_all()
         # End the network waits of items now, and not at their deadlines.
         if self.stopped:

@@ -10,15 +10,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from penstock.errors import SourceBusy
 from penstock.fetcher.choice import ChunkChoice
 from penstock.fetcher.report import Provenance
-from penstock.fetcher.retries import RetryTimes
 from penstock.fetcher.upstream import UpstreamReader
 from penstock.hub.messages import Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.plan.schedule import to_ranges
 from penstock.timing import Timing
+from penstock.transfer.blame import FailedSources
 from penstock.types import I64
 
 READS_OF_ONE = 3
@@ -49,11 +48,8 @@ class Assignment:
         self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
         self._choice = ChunkChoice(weights.verified.have, self._flying)
-        self._retries = RetryTimes(stall_s, timing)
+        self.failed = FailedSources(stall_s=stall_s, timing=timing)
         self._is_closed = False
-        self._failed_since_progress: set[str] = set()
-        self._reported: set[str] = set()
-        """Failed members about which the hub accepted a complaint."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -69,7 +65,7 @@ class Assignment:
     @property
     def has_sources(self) -> bool:
         """Return whether an upstream is in use, or an upstream has failed since the last progress."""
-        return bool(self._choice.readers or self._failed_since_progress)
+        return bool(self._choice.readers or self.failed.since_progress)
 
     def follow(self, reply: UpstreamsReply) -> float:
         """Start readers for new upstreams and rank all upstreams in the hub's order. Unnamed upstreams are last.
@@ -86,12 +82,12 @@ class Assignment:
                 member = upstream.member
                 if member in known:
                     known[member].renew(upstream)
-                elif self._retries.may_try(member, now):
+                elif self.failed.may_try(member, now):
                     self._choice.readers.append(self._make_reader(upstream, ranks[member]))
             self._choice.rank(ranks)
             for reader in self._choice.readers:
                 if reader.is_connected:
-                    self._retries.note_place(reader.upstream.member)
+                    self.failed.note_place(reader.upstream.member)
                 if reader.is_parent:
                     # Request the log now, because the reader may have been a spare, and spares request the log rarely.
                     reader.request_news()
@@ -99,13 +95,13 @@ class Assignment:
             if reply.is_placed:
                 # Report no parent before placement, or members that start together would permanently share a parent.
                 self._weights.fetch.parent, self._weights.fetch.second_parent = (*parents, "", "")[:2]
-            return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
+            return min((full_s for name in parents if (full_s := self.failed.full_s(name, now))), default=math.inf)
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
         # Report the first member even if it is full now, or the hub would keep a more distant parent permanently.
         names = [upstream.member for upstream in reply.upstreams]
         orders = reply.orders or (tuple(range(len(names))),)
-        may_be = {name for name in names if self._retries.may_be_parent(name, now)}
+        may_be = {name for name in names if self.failed.may_be_parent(name, now)}
         firsts = (next((names[i] for i in order if names[i] in may_be), None) for order in orders)
         return [name for name in firsts if name is not None]
 
@@ -120,18 +116,16 @@ class Assignment:
         with self._lock:
             failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
             for reader in failed:
-                self._choice.readers.remove(reader)
-                member = reader.upstream.member
                 assert reader.error is not None
-                # A full holder is not faulty. Reporting full holders made eight cold starts read storage 3 to 6 times.
-                if isinstance(reader.error, SourceBusy):
-                    self._retries.note_full(member, now)
-                    self._provenance.full[member] = str(reader.error)
-                    continue
-                self._retries.note_failure(
-                    member, reader.error, now, can_read_storage=self.can_read_storage, is_too_slow=reader.is_too_slow
+                self._choice.readers.remove(reader)
+                self.failed.note(
+                    reader.upstream.member,
+                    reader.error,
+                    now,
+                    can_read_storage=self.can_read_storage,
+                    is_too_slow=reader.is_too_slow,
                 )
-                self._provenance.faults.append(f"{member[:8]}: {reader.fault}")
+                self._provenance.note_failure(reader.upstream.member, reader.error)
         return failed
 
     def close(self) -> list[UpstreamReader]:
@@ -204,25 +198,11 @@ class Assignment:
     def note_verified(self, chunks: I64) -> None:
         """Record that these chunks are verified. Call this inside `held`."""
         self._clear(chunks)
-        self._failed_since_progress.clear()
-        self._reported.clear()
+        self.failed.note_progress()
 
     def note_read_end(self, reader: UpstreamReader) -> None:
         """Record the end of a read and whether its upstream failed."""
         with self._lock:
             reader.num_flying -= 1
             if reader.error is not None:
-                self._failed_since_progress.add(reader.upstream.member)
-
-    def note_reported(self, member: str) -> None:
-        """Record that the hub accepted a complaint about a failed upstream."""
-        with self._lock:
-            self._reported.add(member)
-
-    def has_failed(self, reader: UpstreamReader) -> bool:
-        """Return whether this upstream failed since the last verified byte."""
-        return reader.upstream.member in self._failed_since_progress
-
-    def has_unreported_failure(self) -> bool:
-        """Return whether an upstream failed since the last verified byte and its failure is unreported."""
-        return bool(self._failed_since_progress - self._reported)
+                self.failed.since_progress.add(reader.upstream.member)

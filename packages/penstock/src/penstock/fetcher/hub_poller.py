@@ -10,14 +10,17 @@ import threading
 import time
 from enum import Enum, auto
 
+import msgspec
+
 from penstock.engine.run import RunState
-from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, SourceBusy
+from penstock.errors import HubUnavailable, PenstockError, PermissionDenied
 from penstock.fetcher.assignment import Assignment
 from penstock.fetcher.report import Provenance
 from penstock.hub.messages import ClaimReply
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.timing import Timing
+from penstock.transfer.blame import is_fault
 
 
 class HubState(Enum):
@@ -32,31 +35,22 @@ class HubState(Enum):
     """Storage is read without claims, until the hub names upstreams again."""
 
 
-class HubPoller:
+class HubPoller(msgspec.Struct, eq=False, dict=True):
     """Asks for upstreams until it is closed. If `away` is set, storage is read without claims from the start.
 
     The first reply, which contains the first claim, sets `answered`. Setting `wanted` triggers the next request.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        weights: LocalWeights,
-        assignment: Assignment,
-        ticket: RunState,
-        provenance: Provenance,
-        *,
-        stall_s: float,
-        timing: Timing,
-        away: HubUnavailable | None,
-    ) -> None:
-        self._member = member
-        self._weights = weights
-        self._assignment = assignment
-        self._ticket = ticket
-        self._provenance = provenance
-        self._stall_s = stall_s
-        self._timing = timing
+    member: Member
+    weights: LocalWeights
+    assignment: Assignment
+    ticket: RunState
+    provenance: Provenance
+    stall_s: float
+    timing: Timing
+    away: HubUnavailable | None
+
+    def __post_init__(self) -> None:
         self.state = HubState.UNKNOWN
         self.answer = "not asked yet"
         self.answered = threading.Event()
@@ -65,9 +59,9 @@ class HubPoller:
         self._changing = threading.Lock()
         self._first_claim: ClaimReply | None = None
         self._others_read_until = 0.0
-        if assignment.can_read_storage and away is not None and self.become(HubState.UNUSED):
-            provenance.faults.append(f"hub: {away.message}; storage is read without the fleet")
-            provenance.why_storage = f"no hub responded: {away.message}"
+        if self.assignment.can_read_storage and self.away is not None and self.become(HubState.UNUSED):
+            self.provenance.faults.append(f"hub: {self.away.message}; storage is read without the fleet")
+            self.provenance.why_storage = f"no hub responded: {self.away.message}"
 
     def become(self, state: HubState) -> bool:
         """Change the state, and return whether it changed. Only a reply from the hub ends the state UNUSED."""
@@ -89,57 +83,57 @@ class HubPoller:
             if full_s < wait_s:
                 # A holder that refuses a reader still uses up the grant, so request a new grant.
                 self.wanted.wait(full_s)
-            elif not self.wanted.wait(rest_s := max(wait_s / 4, self._timing.hub_pause_s)):
+            elif not self.wanted.wait(rest_s := max(wait_s / 4, self.timing.hub_pause_s)):
                 self.wait_while_fed(wait_s - rest_s)
 
     def _ask(self) -> tuple[float, float]:
         is_first = not self.answered.is_set()
         try:
-            reply = self._member.upstreams(
-                self._weights, can_read_storage=self._assignment.can_read_storage, is_first=is_first
+            reply = self.member.upstreams(
+                self.weights, can_read_storage=self.assignment.can_read_storage, is_first=is_first
             )
             if is_first:
                 self._first_claim = reply.claim
             self.become(HubState.ANSWERS)
             # While other members make progress with storage, waiting for their chunks is not a stall.
-            is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
-            valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
+            is_alive = 0 <= reply.reader_silent_s < self.stall_s / 2
+            valid_s = 2 * max(reply.ask_again_s, 1.0) + self.timing.hub_word_s
             self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
-            if not self._assignment.can_read_storage:
+            if not self.assignment.can_read_storage:
                 self.answer = f"named {len(reply.upstreams)} members to read from"
-            return reply.ask_again_s, self._assignment.follow(reply)
+            return reply.ask_again_s, self.assignment.follow(reply)
         except PenstockError as error:
             self.note_failure(error)
-            return self._timing.hub_retry_s, math.inf
+            return self.timing.hub_retry_s, math.inf
 
     def wait_while_fed(self, wait_s: float) -> None:
         """Wait at most `wait_s` until `wanted` is set or no upstream has a chunk for this fetch."""
         # Members that start together know few upstreams at first, and soon have received all chunks of those upstreams.
         until = time.monotonic() + wait_s
-        while not self._assignment.is_idle() and (left_s := until - time.monotonic()) > 0:
-            if self.wanted.wait(min(self._timing.fetch_turn_s, left_s)):
+        while not self.assignment.is_idle() and (left_s := until - time.monotonic()) > 0:
+            if self.wanted.wait(min(self.timing.fetch_turn_s, left_s)):
                 return
 
     @property
     def rest_s(self) -> float:
         """Seconds to pause before the next request to a slow hub, short enough to detect a stall in time."""
-        return min(self._member.hub.rest_s, self._stall_s / 8)
+        return min(self.member.hub.rest_s, self.stall_s / 8)
 
     def note_failure(self, error: PenstockError) -> None:
         """Record that the hub did not respond or refused this member."""
         is_refused = isinstance(error, PermissionDenied)
         self.answer = f"it refused: {error.message}" if is_refused else error.message
         self.become(HubState.REFUSES if is_refused else HubState.AWAY)
-        if is_refused and not self._assignment.can_read_storage and not self._assignment.readers:
-            self._ticket.fail(error)
+        if is_refused and not self.assignment.can_read_storage and not self.assignment.readers:
+            self.ticket.fail(error)
 
     def _drop_failed(self) -> None:
-        for reader in self._assignment.pop_failed():
+        for reader in self.assignment.pop_failed():
             assert reader.error is not None
             member = reader.upstream.member
-            is_fault = not isinstance(reader.error, SourceBusy)
-            if is_fault and self._member.complain(member, self._weights.key, reader.error):
-                self._assignment.note_reported(member)
+            if is_fault(reader.error) and self.member.complain(member, self.weights.key, reader.error):
+                with self.assignment.held():
+                    self.assignment.failed.reported.add(member)
             reader.close()
 
     def do_others_read(self) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.errors import SourceError
+from penstock.errors import PenstockError, SourceError
 from penstock.peer.local_weights import LocalWeights
 from penstock.report import TransferStats, bytes_text, phases_text
+from penstock.transfer.blame import is_fault
 
 NEAREST = "it is the nearest source"
 NO_MEMBER = "no member had these chunks or was reading them"
@@ -39,6 +40,13 @@ class Provenance(msgspec.Struct):
         self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
         if path.startswith("storage "):
             self.why[path] = self.why_storage
+
+    def note_failure(self, member: str, error: PenstockError) -> None:
+        """Add the failure or the refusal of a member."""
+        if is_fault(error):
+            self.faults.append(f"{member[:8]}: {error.message}")
+        else:
+            self.full[member] = str(error)
 
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
         """Return the error for a fetch without progress. The message names the sources that were tried."""

@@ -17,11 +17,9 @@ from penstock.engine.run import LEAST_BYTES, Item, Run, RunState, StallTimer, gu
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
-    DestinationError,
     HubUnavailable,
     IntegrityError,
     PenstockError,
-    SourceBusy,
     SourceStalled,
     SourceUnavailable,
 )
@@ -38,8 +36,9 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
 from penstock.report import shares_text
 from penstock.timing import Timing
+from penstock.transfer.blame import ends_transfer
 from penstock.transport.protocol import PendingRead, Stoppable, Transport, wait_all
-from penstock.types import GB, I64, U64
+from penstock.types import GB, I64
 from penstock.waits import start_thread
 
 READS_AT_ONCE = 6
@@ -115,19 +114,12 @@ class FetchRun(Run):
         )
         if storage is not None:
             self._claims = ClaimLoop(
-                member,
-                weights,
-                self._assignment,
                 self.hub,
-                storage=storage,
+                storage,
                 reads=self._storage_reads,
-                ticket=self.ticket,
-                provenance=self.provenance,
                 starved=self._starved,
                 before_read=self.note_first_read,
                 add_received=self.add_received,
-                stall_s=stall_s,
-                timing=timing,
             )
 
         # The lock guards the attributes below.
@@ -200,14 +192,15 @@ class FetchRun(Run):
             or (self._storage is not None and self._member.hub.is_busy)
         ):
             return True
-        if not self.hub.do_others_read() or self._assignment.has_unreported_failure():
+        if not self.hub.do_others_read() or self._assignment.failed.has_unreported():
             return False
         return self._assignment.is_idle()
 
     def is_busy(self) -> bool:
         """Return True if an operation with a deadline is running, except for reads from a failed upstream."""
+        failed = self._assignment.failed.since_progress
         with self._lock:
-            is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)
+            is_new = any(read.upstream_reader.upstream.member not in failed for read in self._reading)
         return is_new or self._is_feeding()
 
     def _check_reads(self) -> None:
@@ -255,11 +248,6 @@ class FetchRun(Run):
         """Return the total size of these chunks in bytes."""
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
-    def stated_digests(self, chunks: I64) -> U64:
-        """Return the leaf digests of chunks that an upstream holds. All sources state the same digests."""
-        digests: U64 = self._weights.verified.leaves[self._weights.layout.chunks.leaves_of(chunks)]
-        return digests
-
     def begin_read(self, read: ReadFromUpstream) -> None:
         """Register a read from an upstream that begins now."""
         with self._lock:
@@ -281,11 +269,14 @@ class FetchRun(Run):
         self._assignment.release(chunks)
         self.ticket.wake()
 
-    def add_received(self, arrival: ReceivedChunks) -> None:
-        """Queue received chunks for verification."""
+    def add_received(self, chunks: I64, path: str, reader: UpstreamReader | None = None) -> None:
+        """Queue chunks for verification that were received from an upstream, or from storage if there is no reader."""
+        # An upstream has stated the digests of its chunks, and all upstreams state the same digests.
+        leaves = self._weights.layout.chunks.leaves_of(chunks)
+        wanted = None if reader is None else self._weights.verified.leaves[leaves]
         with self._lock:
-            self._received.append(arrival)
-        first, nbytes = int(arrival.chunks[0]), self.nbytes_of(arrival.chunks)
+            self._received.append(ReceivedChunks(chunks=chunks, wanted=wanted, path=path, upstream_reader=reader))
+        first, nbytes = int(chunks[0]), self.nbytes_of(chunks)
         self._verifying.post(Item(first, f"verify {first}", nbytes, start=self.verify))
 
     def verify(self) -> None:
@@ -352,8 +343,8 @@ class FetchRun(Run):
         self._claims = None
         for reader in readers:
             reader.close()
-            if reader.error is not None and not isinstance(reader.error, SourceBusy):
-                self.provenance.faults.append(f"{reader.upstream.member[:8]}: {reader.error.message}")
+            if reader.error is not None:
+                self.provenance.note_failure(reader.upstream.member, reader.error)
 
 
 def _follow(
@@ -406,10 +397,10 @@ class ReadFromUpstream:
         fetch.begin_read(self)
         try:
             self._read()
-        except (Cancelled, DestinationError):
-            raise
-        # Also catch PlanError (no transport connects the two memories), because other upstreams may work.
+        # Also blame the upstream for a PlanError (no transport connects the two memories), because others may work.
         except PenstockError as error:
+            if ends_transfer(error):
+                raise
             reader.fail(error)
             fetch.release_chunks(self._chunks)
             fetch.end_read(self)
@@ -418,8 +409,7 @@ class ReadFromUpstream:
         fetch.end_read(self)
         # Start the next read before these bytes are verified, so that the link stays busy.
         fetch.assign()
-        wanted = fetch.stated_digests(self._chunks)
-        fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
+        fetch.add_received(self._chunks, reader.path, reader)
 
     def _read(self) -> None:
         fetch, reads = self._fetch, self.upstream_reader.reads_of(self._chunks)

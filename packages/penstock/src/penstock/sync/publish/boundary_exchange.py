@@ -27,10 +27,11 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, RankProgress, TableReply
 from penstock.sync.planner import layout_in
 from penstock.sync.publish.rank_group import decided
-from penstock.sync.receive.sources import LinkRequests, LocalLink, SourceFailed
+from penstock.sync.receive.sources import LinkRequests, LocalLink
 from penstock.sync.receive.transfer import Transfer
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import ShardRow, layout_of, regions_of
+from penstock.transfer.blame import SourceFailed
 
 HANDLER = "boundary"
 

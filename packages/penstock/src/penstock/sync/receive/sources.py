@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.digest.strip import Strips
+from penstock.engine.run import StallTimer
 from penstock.engine.threads import KeptThreads
 from penstock.errors import Cancelled, DestinationError, NotFound, PenstockError, PlanError, SourceStalled
 from penstock.holding.regions import VersionRegions
@@ -27,6 +28,7 @@ from penstock.sync.messages import PackReply
 from penstock.sync.receive.packed import BufferLeases, ShortRuns
 from penstock.sync.receive.steps import Step
 from penstock.timing import DEFAULT, Timing
+from penstock.transfer.blame import SourceFailed
 from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
 from penstock.types import U64
 
@@ -102,17 +104,6 @@ class PeerLink(msgspec.Struct, eq=False, dict=True):
             return self.membership.ask(self.member, question, channel=channel)
         finally:
             self._channels.append(channel)
-
-
-class SourceFailed(Exception):
-    """The failure of one source. The caller can continue with other sources. `error` is the reason."""
-
-    # SourceFailed is not a PenstockError, because an update without remaining sources raises `error` instead.
-
-    def __init__(self, member: str, error: PenstockError) -> None:
-        super().__init__(member)
-        self.member = member
-        self.error = error
 
 
 class LinkRequests(msgspec.Struct, eq=False, dict=True):
@@ -236,8 +227,7 @@ class SourceRead(msgspec.Struct, eq=False, dict=True):
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
         """Return the source's digests when they are ready. Raise SourceStalled, or Cancelled once `is_over` is True."""
-        seen = -1
-        moved = time.monotonic()
+        silence = StallTimer()
         while not is_over():
             reply = self.link.digests(strips, wait_s=min(self.timing.digest_wait_s, stall_s))
             if reply.digests is not None:
@@ -246,10 +236,8 @@ class SourceRead(msgspec.Struct, eq=False, dict=True):
                     raise SourceStalled(message, uri=self.member)
                 return reply.digests
             # Any ready row counts as progress, because a source may quantise layer by layer.
-            if reply.num_ready != seen:
-                seen, moved = reply.num_ready, time.monotonic()
-            elif time.monotonic() - moved > stall_s:
-                message = f"no row of the source became ready for {stall_s} s, after {seen} rows"
+            if silence.look(reply.num_ready) > stall_s:
+                message = f"no row of the source became ready for {stall_s} s, after {reply.num_ready} rows"
                 raise SourceStalled(message, uri=self.member)
         raise Cancelled("the transfer was cancelled")
 
@@ -351,20 +339,17 @@ class SourceRead(msgspec.Struct, eq=False, dict=True):
             return PackReply(why=self.short_runs.why)
         first = sum(self.link.map.sizes[:theirs])
         strips = Strips(at=batch.src + first, run_bytes=batch.run_bytes, num_rows=batch.num_rows, pitch=batch.src_pitch)
-        seen = -1
-        moved = time.monotonic()
+        silence = StallTimer()
         while not leases.is_over():
             reply = self.link.pack(strips, wait_s=min(self.timing.digest_wait_s, stall_s), release=tuple(release))
             release.clear()
             if reply.regions is not None or reply.why:
                 return reply
             # If other readers hold the buffers, their use counts as progress.
-            if reply.progress != seen:
-                seen, moved = reply.progress, time.monotonic()
-            elif time.monotonic() - moved > stall_s and reply.is_full:
-                # Fall back to reading run by run, which is slow but needs no buffer.
-                return PackReply(why=f"no buffer of the source was released for {stall_s} s")
-            elif time.monotonic() - moved > stall_s:
+            if silence.look(reply.progress) > stall_s:
+                if reply.is_full:
+                    # Fall back to reading run by run, which is slow but needs no buffer.
+                    return PackReply(why=f"no buffer of the source was released for {stall_s} s")
                 message = f"no row of the source became ready for {stall_s} s, so it could not pack any run"
                 raise SourceStalled(message, uri=self.member)
         raise Cancelled("the transfer was cancelled")

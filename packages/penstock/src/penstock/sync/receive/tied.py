@@ -13,7 +13,8 @@ from penstock.holding.regions import VersionRegions
 from penstock.memory.targets import sources_differ
 from penstock.plan.sync import ReceiverPlan
 from penstock.segments import spread
-from penstock.sync.receive.sources import SourceFailed, SourceLink, SourceRead
+from penstock.sync.receive.sources import SourceLink, SourceRead
+from penstock.transfer.blame import SourceFailed
 from penstock.types import I64, U64
 
 _COLUMNS = ("row", "source", "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")

@@ -39,6 +39,7 @@ from penstock.sync.receive.packed import BufferLeases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferCounts
 from penstock.sync.receive.steps import Step, Windows, cut, joined, some_of
 from penstock.timing import DEFAULT, Timing
+from penstock.transfer.blame import blamed
 from penstock.types import GB, I64, MIB, U64
 
 CUT_S = 50e-6
@@ -184,6 +185,7 @@ class Transfer(msgspec.Struct, eq=False, dict=True):
         except PenstockError as error:
             # A running read can write to the memory until the run is closed.
             error.mutated = run.is_touched
+            self.lost = run.ticket.blamed
             raise
         counts = run.counts
         counts.seconds = time.perf_counter() - begun
@@ -224,9 +226,9 @@ class Transfer(msgspec.Struct, eq=False, dict=True):
 
 
 class _Queue(msgspec.Struct, eq=False):
-    """A queue of waiting steps. `turns` limits concurrent reads from several sources."""
+    """A queue of waiting steps. `turns` limits concurrent reads, if several sources share the queue."""
 
-    turns: threading.BoundedSemaphore | None
+    turns: contextlib.AbstractContextManager[object]
     steps: deque[Step] = msgspec.field(default_factory=deque)
     num_flying: int = 0
 
@@ -276,7 +278,8 @@ class _TransferRun(Run):
         for i in np.lexsort((np.arange(len(steps)), part.turn_of(sources), windows)).tolist():
             key = self._key_of(steps[i])
             if key not in queues:
-                queues[key] = _Queue(threading.BoundedSemaphore(NEAR_READS) if isinstance(key, str) else None)
+                is_shared = isinstance(key, str)
+                queues[key] = _Queue(threading.BoundedSemaphore(NEAR_READS) if is_shared else contextlib.nullcontext())
             queues[key].steps.append(steps[i])
         return queues
 
@@ -352,11 +355,8 @@ class _TransferRun(Run):
 
     def _digests_of(self, source: SourceRead, strips: Strips) -> U64:
         begun = time.perf_counter()
-        try:
+        with blamed(source.member, self.ticket):
             digests = source.ask(strips, stall_s=self.stall_s, is_over=lambda: self.ticket.stopped)
-        except PenstockError as error:
-            self._note_lost(source.member, error)
-            raise
         self.counts.add(source, ready_s=time.perf_counter() - begun)
         return digests
 
@@ -380,30 +380,18 @@ class _TransferRun(Run):
     def _read(self, source: SourceRead, step: Step, strips: Step) -> None:
         if self._delta is not None:
             self._delta.reading(step)
-        try:
-            with self._turn(step), self.counts.reading():
+        with blamed(source.member, self.ticket):
+            # A step that waits for its source's rows must not occupy the link, so the turn begins only here. Each read
+            # ends at its deadline, so the wait for a turn is bounded.
+            with self._queues[self._key_of(step)].turns, self.counts.reading():
+                if self.ticket.stopped:
+                    raise Cancelled("the transfer was cancelled")
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
             if is_touched:
                 self.is_touched = True
             if failed is not None:
                 raise failed
-        except PenstockError as error:
-            self._note_lost(source.member, error)
-            raise
         self.counts.add(source, nbytes=strips.nbytes)
-
-    @contextlib.contextmanager
-    def _turn(self, step: Step) -> Iterator[None]:
-        # A step that waits for its source's rows must not occupy the link, so acquire the turn only afterwards.
-        turns = self._queues[self._key_of(step)].turns
-        if turns is None:
-            yield
-            return
-        # Each read ends at its deadline, so this wait is bounded.
-        with turns:
-            if self.ticket.stopped:
-                raise Cancelled("the transfer was cancelled")
-            yield
 
     def _arrived(self, step: Step) -> None:
         with self._lock:
@@ -413,25 +401,23 @@ class _TransferRun(Run):
             self._post_verification(step)
 
     def _verify(self, step: Step, wanted: U64) -> None:
+        source = self._reads[step.source]
         digests = self._own_digests(step)
         wrong: I64 = np.flatnonzero(digests != wanted)
         if len(wrong) and step in self._skipped:
             # The engine changed skipped strips in place, so read the whole step.
-            self._read(self._reads[step.source], step, step)
+            self._read(source, step, step)
             digests = self._own_digests(step)
             wrong = np.flatnonzero(digests != wanted)
         if len(wrong):
-            member = self._transfer.part.sources[step.source]
-            row = int(step.rows[wrong[0]])
-            names = self._transfer.names
-            error = IntegrityError(
-                f"{len(wrong)} of {len(digests)} strips from {member} differ from its digests",
-                tensor=names[row] if row < len(names) else None,
-                uri=member,
-                hint="update again. The bytes were damaged on the way, or the source changed them without a fence",
-            )
-            self._note_lost(member, error)
-            raise error
+            row, names = int(step.rows[wrong[0]]), self._transfer.names
+            with blamed(source.member, self.ticket):
+                raise IntegrityError(
+                    f"{len(wrong)} of {len(digests)} strips from {source.member} differ from its digests",
+                    tensor=names[row] if row < len(names) else None,
+                    uri=source.member,
+                    hint="update again. The bytes were damaged on the way, or the source changed them without a fence",
+                )
         self._transfer.proven.append((step.ours, digests))
         if self._delta is not None:
             self._delta.proven(step, digests)
@@ -451,12 +437,6 @@ class _TransferRun(Run):
             self._advance()
             self._assign()
         self.ticket.wake()
-
-    def _note_lost(self, member: str, error: PenstockError) -> None:
-        # After the first error the remaining reads are cancelled, so their errors are not the fault of their sources.
-        if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
-            self._transfer.lost = member
-            error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.messages import MEMBER_PREFIX, SyncMember, layout_digest
+from penstock.hub.messages import SyncMember, layout_digest
 from penstock.logs import log_named
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan
@@ -41,7 +41,7 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import MAX_REASON_CHARS, NewsReply, PartRequest, RankProgress, TableReply
 from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
-from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink
+from penstock.sync.receive.sources import LinkRequests, SourceLink
 from penstock.sync.receive.staged import Staged, StagedOrigin, UpdateOptions
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import ReceiveBuffers, Target, TensorSelection, select_tensors
@@ -56,6 +56,7 @@ from penstock.sync.receive.transfer import (
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.report import UpdateReport
 from penstock.timing import Timing
+from penstock.transfer.blame import FailedSources, SourceFailed
 from penstock.transport.storages import RegisteredStorages
 from penstock.types import U64
 
@@ -227,16 +228,16 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
     def prepare(self) -> None:
         """Do the one-time work of the first update in advance. Raise NotFound while publisher ranks are missing."""
         self.follow()
-        lost: dict[str, PenstockError] = {}
+        lost = FailedSources()
         while True:
             # A restarted trainer is listed together with its old process, which does not reply.
             planner = self._choose_planner(lost)
             try:
                 buffers = self._prepare_buffers(planner)
-                self._request_part(planner, buffers, None, {}, is_ahead=True)
+                self._request_part(planner, buffers, None, FailedSources(), is_ahead=True)
                 break
             except _LOST as error:
-                lost[planner.member] = error
+                lost.errors[planner.member] = error
         buffers.into.warm_up()
 
     def receive(self, version: int | None, pause: Callable[[int], None]) -> Staged:
@@ -265,7 +266,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             raise
 
     def _attempts(self, version: int | None, pause: Callable[[int], None], begun: float) -> Staged:
-        lost: dict[str, PenstockError] = {}
+        lost = FailedSources()
         # Epochs in which a member was lost.
         damaged: set[str] = set()
         for attempt in range(1, TRIES + 1):
@@ -284,23 +285,20 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # The lost member is the planner, or a member that the planner needs but could not reach.
-                about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
-                is_other = failed.uri != about and about not in lost
-                member, error = about if is_other else planner.member, failed
+                member, error = lost.at_fault(planner.member, failed), failed
             except (PlanError, StaleDescriptor) as failed:
                 # A restarted trainer does not depend on members of its old epoch.
                 if planner.state.epoch not in damaged:
                     raise
                 # The lost member is the reason why the remaining members cannot supply the version.
-                raise next(reversed(lost.values())) from failed
+                raise lost.last from failed
             # A source that fenced its version is healthy and serves the next one.
             if not isinstance(error, StaleDescriptor):
-                lost[member] = error
+                lost.errors[member] = error
                 damaged.add(planner.state.epoch)
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
                 raise error
-            without = f" without {member[:8]}" if member in lost else ""
+            without = f" without {member[:8]}" if member in lost.errors else ""
             text = f"update of {self.membership.name!r}: attempt {attempt} failed, reading again{without}: "
             # A caller that waits for a source repeats the same attempt many times a second, so log each text once.
             if text + error.summary != self._last_warning:
@@ -355,11 +353,12 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         # All receivers use the same order, so that one planner spreads all receivers over the sources.
         return zeros + sorted(receivers, key=lambda receiver: (-receiver.state.version, receiver.member))
 
-    def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
-        candidates = [member for member in self._planners(max_age_s=0.0 if lost else None) if member.member not in lost]
+    def _choose_planner(self, lost: FailedSources) -> SyncMember:
+        members = self._planners(max_age_s=0.0 if lost.errors else None)
+        candidates = [member for member in members if member.member not in lost.errors]
         if not candidates:
-            if lost:
-                raise next(reversed(lost.values()))
+            if lost.errors:
+                raise lost.last
             hint = "start the publisher under this name and hub, and run `penstock status` to list the members"
             raise NotFound(f"no publisher of {self.membership.name!r} is known yet", hint=hint)
         return candidates[0]
@@ -422,12 +421,10 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             self._stop_serving()
         self.free()
 
-    def _link_requests(
-        self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
-    ) -> LinkRequests:
+    def _link_requests(self, planner: SyncMember, version: int | None, lost: FailedSources) -> LinkRequests:
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
-        if self._transfer is not None and not lost and expected >= 0 and self._epoch == planner.state.epoch:
+        if self._transfer is not None and not lost.errors and expected >= 0 and self._epoch == planner.state.epoch:
             assert self._tied is not None
             members = self._tied.sources
         return LinkRequests(self.membership, members, expected, self._stall_s, self._threads, self.timing)
@@ -437,7 +434,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         planner: SyncMember,
         buffers: ReceiveBuffers,
         version: int | None,
-        lost: dict[str, PenstockError],
+        lost: FailedSources,
         *,
         is_ahead: bool = False,
     ) -> Granted:
@@ -447,7 +444,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             version=-1 if version is None else version,
             digest=buffers.digest,
             have_key=have,
-            without=tuple(lost),
+            without=tuple(lost.errors),
             can_wait=self.options.staged,
             wants_check=self.options.has_check,
             refused=self.known.withdrawn_versions(planner.state.epoch),
@@ -491,7 +488,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         buffers: ReceiveBuffers,
         granted: Granted,
         requests: LinkRequests,
-        lost: Mapping[str, PenstockError],
+        lost: FailedSources,
         pause: Callable[[int], None],
     ) -> Staged:
         transfer, tied = self._transfer, self._tied
@@ -545,7 +542,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             sources={read.member: read.nbytes for read in moved.reads},
             nbytes_by_path=nbytes_by_path,
             why=(*dict.fromkeys(read.why for read in moved.reads if read.why), *moved.packing(), *buffers.wanted.why()),
-            lost={member: error.summary for member, error in lost.items()},
+            lost={member: error.summary for member, error in lost.errors.items()},
         )
         return msgspec.structs.replace(
             staged,
