@@ -165,7 +165,6 @@ BROAD_EXCEPT = frozenset(
         ("penstock_convert/result.py", "config_of"),
         # An operation, perhaps a user's function. It is raised again as OperationFailed.
         ("penstock_convert/workers/worker.py", "_operating"),
-        ("sync/receive/sources.py", "_open_all"),  # a kept thread; the caller that takes the link raises it
         ("sync/recording/loader_run.py", "user_code"),  # an engine's loader; raised again as a PlanError
         ("sync/check.py", "fault_of"),  # a user's check of a version; raised again as VersionRefused
         ("waits.py", "run"),  # a thread of a pool; whoever asks for the result gets it

@@ -188,7 +188,7 @@ def in_helper(function: Callable[[], T]) -> T:
     the caller may free. Raises the function's errors and those of `require_wanted`.
     """
     done: Future[T] = Future()
-    call = _Call(done, function, ())
+    call = FutureCall(done, function, ())
     if not _started(call.run, "penstock-helper"):
         call.run()
     over = threading.Event()
@@ -231,7 +231,7 @@ class Threads:
         self._num_threads = num_threads
         self._name = thread_name_prefix
         self._scope = Scope()
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[FutureCall | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._num_posted = 0
         self._is_left = False
@@ -239,7 +239,7 @@ class Threads:
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Call the function in one of the threads and return its future."""
         done: Future[T] = _Result()
-        call = _Call(done, function, args)
+        call = FutureCall(done, function, args)
         self._num_posted += 1
         if len(self._threads) < min(self._num_threads, self._num_posted):
             thread = _started(self._work, f"{self._name}-{len(self._threads)}")
@@ -299,12 +299,15 @@ class Threads:
                 del call
 
 
-class _Call(msgspec.Struct, eq=False):
+class FutureCall(msgspec.Struct, eq=False):
+    """A call whose result or error is stored in the future `done`."""
+
     done: Future[Any]
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
     def run(self) -> None:
+        """Make the call in this thread, unless the future was cancelled."""
         if not self.done.set_running_or_notify_cancel():
             return
         try:

@@ -119,9 +119,9 @@ def test_unused_link_requests_are_abandoned(members: Members) -> None:
     members.missing = set(names)
     with requests(members, names, 3, stall_s=60) as early:
         members.await_asked(16)
-    links = early._links
-    assert sum(link.cancelled() for link in links.values()) >= 40 - 16
-    for link in links.values():
+    links = [call.done for call in early._links.values()]
+    assert sum(link.cancelled() for link in links) >= 40 - 16
+    for link in links:
         if not link.cancelled():
             assert isinstance(link.exception(10), SourceFailed)
     assert len({member for member, _ in members.asked}) <= 16
@@ -135,8 +135,8 @@ def test_unexpected_link_error_reaches_caller(members: Members) -> None:
     with requests(members, ["a", "b", "c", "d"], 3) as early:
         for name, kind in (("b", Broken), ("c", IndexError)):
             with pytest.raises(kind):
-                early._links[name].result(10)
-        assert {early._links[name].result(10).member for name in "ad"} == {"a", "d"}
+                early._links[name].done.result(10)
+        assert {early._links[name].done.result(10).member for name in "ad"} == {"a", "d"}
 
 
 def test_link_thread_continues_after_error(members: Members, refuse_thread: Callable[[str], None]) -> None:
@@ -147,4 +147,4 @@ def test_link_thread_continues_after_error(members: Members, refuse_thread: Call
     call.join(10)
     refuse_thread("penstock-maps")
     with requests(members, ["a", "b", "c"], 3) as early:
-        assert [early._links[name].result(10).member for name in "bc"] == ["b", "c"]
+        assert [early._links[name].done.result(10).member for name in "bc"] == ["b", "c"]

@@ -31,6 +31,7 @@ from penstock.timing import DEFAULT, Timing
 from penstock.transfer.blame import SourceFailed
 from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
 from penstock.types import U64
+from penstock.waits import FutureCall
 
 T = TypeVar("T")
 
@@ -118,8 +119,8 @@ class LinkRequests(msgspec.Struct, eq=False, dict=True):
 
     def __post_init__(self) -> None:
         self._is_over = False
-        self._links: dict[str, Future[SourceLink]] = {member: Future() for member in self.members}
-        self._waiting = deque(self._links)
+        self._links = {member: FutureCall(Future(), self._open, (member,)) for member in self.members}
+        self._waiting = deque(self._links.values())
 
     def __enter__(self) -> Self:
         """Send the requests. Raise DestinationError if no thread can start."""
@@ -135,26 +136,19 @@ class LinkRequests(msgspec.Struct, eq=False, dict=True):
         if version != self.version or self._links.keys() != set(members):
             self._give_up()
             with LinkRequests(self.membership, members, version, self.stall_s, self.threads, self.timing) as other:
-                return {member: other._links[member].result() for member in members}
-        return {member: self._links[member].result() for member in members}
+                return {member: other._links[member].done.result() for member in members}
+        return {member: self._links[member].done.result() for member in members}
 
     def _give_up(self) -> None:
         self._is_over = True
         for link in self._links.values():
-            link.cancel()
+            link.done.cancel()
 
     def _open_all(self) -> None:
-        while True:
-            try:
-                link = self._links[member := self._waiting.popleft()]
-            except IndexError:
-                return
-            if not link.set_running_or_notify_cancel():
-                continue
-            try:
-                link.set_result(self._open(member))
-            except Exception as error:  # noqa: BLE001 - the caller that takes the link raises it
-                link.set_exception(error)
+        # Another thread may take the last request. The caller that takes a link raises its error.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiting.popleft().run()
 
     def _open(self, member: str) -> SourceLink:
         deadline = time.monotonic() + self.stall_s
