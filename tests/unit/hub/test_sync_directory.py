@@ -127,3 +127,14 @@ def test_restarted_hub_learns_decisions_from_members(bench) -> None:
         for member in ("a", "b", "c"):
             hub.beat(member, Beat(syncs=(state(),)))
     assert hub.ttl_s < bench.now - begun < 2 * hub.ttl_s, "by then each has reported, or is forgotten"
+
+
+def test_hub_treats_live_version_as_committed(bench) -> None:
+    hub = bench.hub()
+    bench.join(hub, "b", "c")
+    # This subscriber read the version after the commit, so that it knows no decision. Rank 0 and the record are gone.
+    live = msgspec.structs.replace(state(version=8), side="subscriber", epoch="a")
+    hub.beat("b", Beat(syncs=(live,)))
+    hub.beat("c", Beat(syncs=(msgspec.structs.replace(live, version=7),)))
+    assert propose(hub, "c", "withdrawn").decision == FleetDecision(epoch="a", version=8, outcome="committed")
+    assert propose(hub, "c", "withdrawn", version=9).decision.outcome == "withdrawn"
