@@ -22,7 +22,7 @@ from tests.engines.sglang_loads import DEVICE, environment
 from tests.support.servers.hugging_face import HuggingFaceServer
 
 import penstock as ps
-from penstock.hub.auth import Auth
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -23,7 +23,7 @@ from penstock.config import Settings
 from penstock.entry_points import install_hint
 from penstock.errors import PenstockError
 from penstock.fetcher.report import Provenance
-from penstock.hub.auth import Auth, first_token
+from penstock.hub.auth import first_token
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Status
 from penstock.peer.server import PeerServer
@@ -32,6 +32,7 @@ from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
 from penstock_convert.request import plan
 from penstock_convert.workers.launch import LocalLauncher
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

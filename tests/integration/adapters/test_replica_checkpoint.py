@@ -21,10 +21,10 @@ from tests.support.servers.hugging_face import HuggingFaceServer  # noqa: E402
 import penstock as ps  # noqa: E402
 from penstock.errors import ConfigError, SourceTruncated  # noqa: E402
 from penstock.fetcher.storage_initializer import copy_other_files  # noqa: E402
-from penstock.hub.auth import Auth  # noqa: E402
 from penstock.spi import engine_weights as replica  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 from penstock.types import MIB  # noqa: E402
+from penstock_hub.auth import Auth  # noqa: E402
 from penstock_hub.directory import Directory  # noqa: E402
 from penstock_hub.server import HubThread, bind  # noqa: E402
 from penstock_hub.store import MemoryStore  # noqa: E402

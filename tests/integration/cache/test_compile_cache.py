@@ -26,13 +26,13 @@ from typer.testing import CliRunner
 import penstock as ps
 import penstock_compile_cache
 from penstock.cli.main import add_commands
-from penstock.hub.auth import Auth
 from penstock.storage.files import FileSource
 from penstock.storage.safetensors import encode_header
 from penstock.storage.weight_set import WeightSet
 from penstock.testing.checkpoints import write_llama
 from penstock.types import DType
 from penstock_compile_cache import store
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -20,11 +20,11 @@ pytest.importorskip("uvicorn")
 
 import penstock as ps
 import penstock_convert
-from penstock.hub.auth import Auth
 from penstock.hub.job_state import JobState
 from penstock.testing.checkpoints import write_llama
 from penstock_convert.job_reporter import HubReporter
 from penstock_convert.workers.launch import LocalLauncher
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

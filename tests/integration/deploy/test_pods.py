@@ -16,7 +16,7 @@ from tests.support.keeper import KeeperProcess
 from tests.support.pods import ROOT, Engine, EngineTask, Pod, arenas, inside, namespaces
 from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
-from penstock.hub.auth import Auth
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

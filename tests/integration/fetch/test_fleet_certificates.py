@@ -13,9 +13,9 @@ from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, PermissionDenied
-from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

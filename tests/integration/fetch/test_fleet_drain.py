@@ -15,8 +15,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import penstock as ps
-from penstock.hub.auth import Auth
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

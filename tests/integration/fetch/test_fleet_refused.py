@@ -17,10 +17,10 @@ from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run
-from penstock.hub.auth import Auth
 from penstock.hub.messages import HoldingState, UpstreamsRequest, WhyRequest
 from penstock.peer import server as peer_server
 from penstock.peer.client import PeerClient
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -18,12 +18,12 @@ from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import PenstockError, PlanError
-from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello, HoldingMap, SyncState, Upstream
 from penstock.peer.client import PeerClient
 from penstock.peer.member import host_id
 from penstock.transport.protocol import decode, encode
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

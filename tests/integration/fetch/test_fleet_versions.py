@@ -60,7 +60,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 
 def _no_auth() -> Any:
-    from penstock.hub.auth import Auth
+    from penstock_hub.auth import Auth
 
     return Auth()
 

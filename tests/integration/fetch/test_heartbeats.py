@@ -9,8 +9,8 @@ import torch
 from tests.integration.conftest import Host
 
 import penstock as ps
-from penstock.hub.auth import Auth
 from penstock.hub.messages import Beat, BeatReply
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

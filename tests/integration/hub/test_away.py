@@ -15,10 +15,10 @@ import torch
 from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.hub.auth import Auth
 from penstock.peer.member import Member
 from penstock.spi import engine_weights as replica
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import penstock as ps
 from penstock.cli.main import add_commands
-from penstock.hub.auth import Auth
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -35,9 +35,9 @@ from tests.support.fork_server import ForkServer
 from tests.support.sync import SyncTask, SyncWorker
 
 import penstock as ps
-from penstock.hub.auth import Auth
 from penstock.hub.messages import Beat, Hello, HoldingState, Identity, UpstreamsRequest
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -20,10 +20,10 @@ from tests.support.authority import Authority
 from tests.support.hubs import IDENTITY, key_state
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, PlanError, UnknownMember
-from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, ClaimRequest, Drain, FaultReport, Hello, UpstreamsRequest, WhyRequest
 from penstock_hub.app import MAX_BODY_BYTES, create_app
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -23,11 +23,11 @@ pytest.importorskip("httpx")
 from tests.support.users import STRANGER, run_as
 
 from penstock.errors import ConfigError
-from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Beat, Hello
 from penstock.net.admission import ConnectionLimits
 from penstock.net.listener import AdmittedSocket
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -19,9 +19,9 @@ pytest.importorskip("starlette")
 import penstock as ps
 from penstock import phases
 from penstock.cli.fleet import status
-from penstock.hub.auth import Auth
 from penstock.phases import BootRecord
 from penstock.testing.checkpoints import write_llama
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -19,10 +19,10 @@ from tests.support import redis_server
 from tests.support.hubs import IDENTITY, chunks, key_state
 
 from penstock.errors import ConfigError, HubUnavailable, PermissionDenied, UnknownMember
-from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.grants import GrantChecker
 from penstock.hub.messages import Beat, ClaimRequest, Hello, UpstreamsRequest
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import RedisStore

@@ -81,8 +81,8 @@ sys.stdin.read()
 
 
 def test_status_shows_failure_after_member_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.hub.auth import Auth
     from penstock_hub import page
+    from penstock_hub.auth import Auth
     from penstock_hub.directory import Directory
     from penstock_hub.server import HubThread, bind
     from penstock_hub.store import MemoryStore

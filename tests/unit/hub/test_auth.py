@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.hub.auth import Auth, Caller
+from penstock.hub.auth import Caller
+from penstock_hub.auth import Auth
 
 TOKEN = "a-token-of-16-letters"
 OTHER = "another-token-of-llama"

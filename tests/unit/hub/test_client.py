@@ -19,9 +19,9 @@ from penstock.errors import (
 )
 from penstock.http.control import NoAnswer
 from penstock.hub import client
-from penstock.hub.auth import Auth
 from penstock.hub.client import HubClient
 from penstock.hub.messages import Status
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.server import HubThread, bind
 from penstock_hub.store import MemoryStore

@@ -8,8 +8,9 @@ import pytest
 from tests.support.hubs import IDENTITY, HubBench, key_state
 
 from penstock.errors import ConfigError, PermissionDenied, UnknownMember
-from penstock.hub.auth import Auth, Caller
+from penstock.hub.auth import Caller
 from penstock.hub.messages import Beat, Drain, HoldingState, Identity, UpstreamsRequest, WhyRequest
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 
 WHOLE = ((0, 100),)

@@ -19,7 +19,7 @@ pytest.importorskip("starlette")
 import uvicorn
 
 from penstock.errors import HubUnavailable, PermissionDenied
-from penstock.hub.auth import Auth, Caller
+from penstock.hub.auth import Caller
 from penstock.hub.client import HubClient
 from penstock.hub.job_state import JobState, WorkerState
 from penstock.hub.messages import (
@@ -35,6 +35,7 @@ from penstock.hub.messages import (
     SyncState,
 )
 from penstock_hub import page
+from penstock_hub.auth import Auth
 from penstock_hub.directory import Directory
 from penstock_hub.page import FleetFeed, row_of, shares, totals
 from penstock_hub.routes import HubApp

@@ -20,11 +20,12 @@ from starlette.responses import Response
 
 from penstock.errors import MALFORMED, HubUnavailable
 from penstock.hub import messages
-from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
+from penstock.hub.auth import LIFE_HEADER, OPERATOR, Caller, member_of
 from penstock.hub.job_state import JobState
 from penstock.logs import log_named
 from penstock.units import MIB
 from penstock_hub.audit import CALLER, stranger
+from penstock_hub.auth import CERTIFICATE, Auth
 from penstock_hub.connection import UNAUTHORIZED
 from penstock_hub.directory import Directory
 from penstock_hub.metrics import Metrics

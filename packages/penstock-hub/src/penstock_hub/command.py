@@ -41,8 +41,8 @@ def hub(
 
     The hub knows the members, their models and their readers. Weights never pass through the hub.
     """
-    from penstock.hub.auth import Auth
     from penstock.hub.local_hub import own_address
+    from penstock_hub.auth import Auth
     from penstock_hub.directory import Directory
     from penstock_hub.server import run_hub
     from penstock_hub.store import MemoryStore, RedisStore, Store

@@ -17,10 +17,11 @@ from collections.abc import Callable
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from penstock.hub.auth import CERTIFICATE, Auth, certificate_names
+from penstock.hub.auth import certificate_names
 from penstock.hub.messages import Fault
 from penstock.net.admission import Connection
 from penstock.net.listener import GuardedListener
+from penstock_hub.auth import CERTIFICATE, Auth
 
 REQUEST_S = 60.0
 """Seconds for a body to arrive and for its response to be read. The app has a shorter deadline for the body."""

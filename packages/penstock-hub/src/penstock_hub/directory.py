@@ -17,12 +17,13 @@ import msgspec
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub import messages
 from penstock.hub.address import parse_peer_url
-from penstock.hub.auth import ANYBODY, TOKEN_CALLER, Caller
+from penstock.hub.auth import TOKEN_CALLER, Caller
 from penstock.hub.grants import GrantSigner
 from penstock.hub.job_state import JobState
 from penstock.logs import log_named
 from penstock.waits import jitter
 from penstock_hub import snapshot
+from penstock_hub.auth import ANYBODY
 from penstock_hub.claims import PROGRESS_CHECK_S, Claims, assign_piece, check_state, note_progress, update_table
 from penstock_hub.complaints import record_complaint
 from penstock_hub.conversions import record_job

@@ -23,7 +23,6 @@ import uvicorn
 
 from penstock import descriptors
 from penstock.errors import ConfigError, HubUnavailable
-from penstock.hub.auth import Auth
 from penstock.lifecycle import release_after_fork
 from penstock.logs import log_named
 from penstock.net.admission import Admission, ConnectionLimits
@@ -31,6 +30,7 @@ from penstock.net.listener import BACKLOG, Acceptor, GuardedListener
 from penstock.net.unix_sockets import connect_unix
 from penstock.waits import start_thread
 from penstock_hub.app import MemberClient, create_app, create_page_app
+from penstock_hub.auth import Auth
 from penstock_hub.connection import protocol_for
 from penstock_hub.directory import Directory
 from penstock_hub.routes import HubApp

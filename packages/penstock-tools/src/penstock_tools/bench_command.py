@@ -324,7 +324,7 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
 @contextmanager
 def private_hub(directory: str) -> Iterator[str]:
     """Run a hub only for this benchmark, and yield its URL."""
-    from penstock.hub.auth import Auth
+    from penstock_hub.auth import Auth
     from penstock_hub.directory import Directory
     from penstock_hub.server import HubThread, bind
     from penstock_hub.store import MemoryStore
