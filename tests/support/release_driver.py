@@ -28,7 +28,9 @@ from penstock.hub.messages import PROTOCOL
 # Public modules of this release. In the previous release their names are at the top, and a cache is `Keeper`.
 _CACHE: Any
 _HUB: Any
-_CACHE, _HUB = (ps, ps) if hasattr(ps, "Keeper") else (ps.cache, ps.hub)
+_IS_PREVIOUS = hasattr(ps, "Keeper")
+_CACHE, _HUB = (ps, ps) if _IS_PREVIOUS else (ps.cache, ps.hub)
+_SERVER = "penstock.hub" if _IS_PREVIOUS else "penstock_hub"
 
 IMPORTS = (
     "uvicorn.lifespan.on",
@@ -38,9 +40,9 @@ IMPORTS = (
     "redis",
     "penstock.cli.main",
     "penstock.hub.local_hub",
-    "penstock_hub.server",
-    "penstock_hub.app",
-    "penstock_hub.metrics",
+    f"{_SERVER}.server",
+    f"{_SERVER}.app",
+    f"{_SERVER}.metrics",
     "penstock.sync.publish.publisher",
     "penstock.sync.receive.subscriber",
     "penstock.transport.http",
