@@ -12,7 +12,7 @@
 
 No subscriber goes live before the hub has recorded a commit, which is final. So all subscribers make the same choice.
 
-`outcome` defines the outcomes and their messages. `coordinator` adds a lock and a clock to the
-ballots. The other modules of this room use no clocks and no threads, except that `announced` wakes waiting threads.
-Publishers and subscribers only carry the messages.
+`outcome` defines the outcomes and their messages. `coordinator` adds a lock and a clock to the ballots. The other
+modules of this room use no clocks and no threads, except that `announced` wakes waiting threads. Publishers and
+subscribers only carry the messages.
 """
