@@ -332,6 +332,22 @@ def test_snapshot_stays_readable_if_hub_dies_while_deciding(hub: Hub) -> None:
     wait_for(publisher, S.SERVING)
 
 
+def test_other_ranks_stop_waiting_if_rank_0_learns_no_outcome(hub: Hub) -> None:
+    _, first, other, second = two_ranks(hub, "snapshot", stall_s=0.2)
+    subscriber = MemorySubscriber(hub, "s0")
+    for each in (first, second):
+        each.publish(1, commit="all", timeout_s=60.0)
+    subscriber.decision(first.member.id, 1)  # opens the session, which the hub grants
+    other.membership.ask(first.member.id, lambda client: client.decision(1, 0.0), channel="decision")
+    hub.is_away = True
+    subscriber.report(first.member.id, 1, "prepared")
+    with pytest.raises(HubUnavailable, match="unknown whether"):
+        first.wait_decision()
+    with pytest.raises(SourceStalled, match="learned no outcome"):
+        second.wait_decision()
+    assert not subscriber.decision(first.member.id, 1).is_begun
+
+
 def test_failed_two_phase_version_is_withdrawn(hub: Hub) -> None:
     rank = Rank(hub)
     publisher, subscriber = rank.open(), MemorySubscriber(hub, "s0")

@@ -114,6 +114,12 @@ class CommitCoordinator:
         with self._changed:
             self._set(version, msgspec.structs.replace(self._ballots[version], outcome=outcome))
 
+    def give_up(self, version: int) -> None:
+        """From now on, reply as for an unknown version, because it is unknown what the hub has recorded."""
+        # Keep the ballot, because receivers must still ask for the outcome before they go live.
+        with self._changed:
+            self._set(version, msgspec.structs.replace(self._ballots[version], outcome=Open(is_begun=False)))
+
     def outcome(self, version: int, wait_s: float) -> Reported:
         """Return the outcome of a version when it is final, or its current state after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s

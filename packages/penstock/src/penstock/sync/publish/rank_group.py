@@ -143,12 +143,12 @@ def decided(membership: Membership, epoch: str, version: int) -> Reported:
         outcome = of_decision(reply)
         if not isinstance(outcome, Open):
             return outcome
-        # Wait without limit for a version that has begun, because rank 0 enforces the version's deadlines.
+        # Rank 0 enforces the deadlines of a version that has begun, and ends its ballot if it learns no outcome.
         if outcome.is_begun:
             since = time.monotonic()
         elif time.monotonic() - since > stall_s:
             raise SourceStalled(
-                f"rank 0 did not begin version {version} within {stall_s:g} s",
+                f"rank 0 did not begin version {version} within {stall_s:g} s, or learned no outcome of it",
                 uri=f"penstock:{epoch}",
                 hint="publish the same versions on all ranks",
             )

@@ -110,6 +110,8 @@ class TrainerRank(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 time.sleep(membership.timing.record_pause_s)
         outcome = recorded(proposal, record)
         if isinstance(outcome, Unknown):
+            # Without this, the other ranks would wait for an outcome that rank 0 never learns.
+            self.coordinator.give_up(proposal.version)
             message = f"it is unknown whether version {proposal.version} of {membership.name!r} is committed"
             hint = "publish the next version. Until then subscribers keep the previous one, or learn from the hub"
             raise HubUnavailable(f"{message}: {failure.message}", hint=hint) from failure
