@@ -41,14 +41,12 @@ def exchange(
             place.allocate()
     part = _PlanPart(session, ranks, plan, place)
     depth = 1 if ranks.device.type == "cpu" else ROUNDS_IN_FLIGHT
-    digest = plan_digest(plan, session.manifest.revision)
-    part.rounds.prepare(digest, num_payloads=depth, num_in_flight=depth)
+    part.rounds.prepare(plan_digest(plan, session.manifest.revision), num_payloads=depth, num_in_flight=depth)
     part.rounds.carry_out(part)
-    run = part.run
-    run.ticket.wait(stall_s=session.settings.stall_s)
+    part.run.ticket.wait(stall_s=session.settings.stall_s)
     # Cut the boxes after the exchange, because the exchange needs the same plan on all ranks.
     region = dict(zip(table.names, boxes, strict=True))
-    for names, tensors in session.batches(plan, run.slabs(), place.take):
+    for names, tensors in session.batches(plan, part.run.slabs(), place.take):
         cuts = ((tensor, region[name]) for name, tensor in zip(names, tensors, strict=True))
         yield names, [tensor if box is None else tensor[box.slices].clone() for tensor, box in cuts]
 

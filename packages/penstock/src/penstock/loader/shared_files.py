@@ -11,22 +11,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from penstock.config import Settings, parse_bytes
 from penstock.errors import Cancelled, ConfigError, NotFound, OperationFailed, PeerLost, PenstockError
+from penstock.lifecycle import Closeable
 from penstock.loader.shared_read import SharedRead, SharedReadReport
 from penstock.logs import log_named
-from penstock.ranks.agreement import BEGIN, BUSY, END, FAILED, RankWords
+from penstock.ranks.agreement import BEGIN, BUSY, END, RankWords
 from penstock.ranks.collectives import forget_group, own_group
 from penstock.ranks.exchange import BUSY_S
 from penstock.storage import open_source, timed
 from penstock.storage.safetensors import Header, read_header
 from penstock.storage.weight_set import open_weights
+from penstock.types import TensorTable
 from penstock.waits import start_thread
 
 _logger = log_named(__name__)
@@ -66,11 +68,11 @@ class SharedFiles:
         # A round on CUDA has waits below a millisecond. On the CPU, polling takes CPU time from the reads.
         poll_s = 5e-5 if self.device.type == "cuda" else 5e-4
         self._ranks = RankWords(self._group, self.device, self._settings.stall_s, poll_s=poll_s)
-        self._open: list[SharedFile] = []
+        self._open: set[SharedFile] = set()
         # The files that were opened since the last shared read began.
-        self._new: list[SharedFile] = []
+        self._new: set[SharedFile] = set()
         self._read: SharedRead | None = None
-        self._members: list[SharedFile] = []
+        self._members: set[SharedFile] = set()
         self._is_broken = False
         # Several threads may request tensors. The first request begins the shared read.
         self._lock = threading.RLock()
@@ -84,25 +86,20 @@ class SharedFiles:
         self, uri: str, storage_options: Mapping[str, str] | None = None, *, device: str | int | torch.device = "cpu"
     ) -> SharedFile:
         """Open one file and read only its header. Whole tensors are returned on `device`."""
-        return SharedFile(self, uri, self._settings, storage_options, device)
-
-    def take(self, file: SharedFile, name: str, index: Any) -> torch.Tensor:
-        """Return a part of a tensor in an open file. See `SharedRead.take`."""
-        return self._reading(file).take(name, index)
-
-    def opened(self, file: SharedFile) -> None:
-        """Record a file as open."""
+        with contextlib.closing(open_source(uri, settings=self._settings, storage_options=storage_options)) as source:
+            header = read_header(timed(source, uri, self._settings))
+            file = SharedFile(self, uri, storage_options, device, header, source.nbytes)
         with self._lock:
-            self._open.append(file)
-            self._new.append(file)
+            self._open.add(file)
+            self._new.add(file)
+        return file
 
     def closed(self, file: SharedFile) -> None:
         """Record a file as closed. After the last file of a weight set, this rank discards the rest of the set."""
         with self._lock:
-            for files in (self._open, self._new):
-                if file in files:
-                    files.remove(file)
-            if self._read is not None and file in self._members and not any(f in self._open for f in self._members):
+            self._open.discard(file)
+            self._new.discard(file)
+            if self._read is not None and file in self._members and self._open.isdisjoint(self._members):
                 self._read.discard()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -118,7 +115,7 @@ class SharedFiles:
         try:
             with self._lock:
                 self._finish_read()
-            self._send_intent(_Intent(word=END))
+            self._send_intent(_Intent())
         except PenstockError as failed:
             self._report_failure(failed)
             raise
@@ -138,7 +135,7 @@ class SharedFiles:
                 read.close()
         with contextlib.suppress(PenstockError):
             # Report the error separately, because a finished exchange has not reported it.
-            self._send_intent(_Intent(word=FAILED, error=known))
+            self._send_intent(_Intent(error=known))
 
     def _send_intent(self, intent: _Intent) -> None:
         self._intents.put(intent)
@@ -156,14 +153,14 @@ class SharedFiles:
                     torch.cuda.set_device(self.device)
                     # On a separate stream the gathers do not wait for the program's kernels.
                     ends.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
-                while (intent := self._agreed()).word != END:
-                    assert intent.read is not None
-                    intent.read.exchange()
+                while (read := self._agreed()) is not None:
+                    read.exchange()
         except (PenstockError, OSError, RuntimeError, ValueError, MemoryError) as error:
             # The program's next call raises this error.
             self._error = error
 
-    def _agreed(self) -> _Intent:
+    def _agreed(self) -> SharedRead | None:
+        """Return the shared read that all ranks begin, or None if all ranks end."""
         while True:
             try:
                 intent = self._intents.get(timeout=BUSY_S)
@@ -172,16 +169,17 @@ class SharedFiles:
                 self._ranks.agree(BUSY)
                 continue
             deadline = time.monotonic() + MAX_PAUSE_S
-            while not self._ranks.agree(intent.word, intent.digest, error=intent.error):
+            word, digest = (END, b"") if intent.read is None else (BEGIN, intent.read.digest)
+            while not self._ranks.agree(word, digest, error=intent.error):
                 if time.monotonic() > deadline:
                     raise PeerLost(
                         f"the program on another rank has paused for {MAX_PAUSE_S} s",
                         hint="check that rank, because all ranks must load the same files",
                     )
             intent.is_agreed.set()
-            return intent
+            return intent.read
 
-    def _reading(self, file: SharedFile) -> SharedRead:
+    def reading(self, file: SharedFile) -> SharedRead:
         """Return the `SharedRead` for this file. The first request for a tensor begins the read."""
         with self._lock:
             if self._read is not None and file in self._members:
@@ -192,35 +190,33 @@ class SharedFiles:
                 raise ConfigError("file is closed", uri=file.uri, hint="use the file inside its `with` block")
             try:
                 self._finish_read()
-                self._begin_read(file)
+                return self._begin_read(file)
             except PenstockError as error:
                 self._report_failure(error)
                 raise
-            assert self._read is not None
-            return self._read
 
-    def _begin_read(self, file: SharedFile) -> None:
+    def _begin_read(self, file: SharedFile) -> SharedRead:
         """Begin to read the files that were opened since the last shared read began, or all open files.
 
         If `file` is new, older files are not read, because the program may have dropped them without closing them.
         """
-        files = list(self._new if file in self._new else self._open)
-        # Drop duplicate URIs. All files in a program's load have the same storage options.
-        weights = open_weights(
-            sorted({file.uri for file in files}), settings=self._settings, storage_options=file.storage_options
-        )
+        files = set(self._new if file in self._new else self._open)
+        uris = sorted({file.uri for file in files})
+        # All files in a program's load have the same storage options.
+        weights = open_weights(uris, settings=self._settings, storage_options=file.storage_options)
         try:
             names = self._order(weights.manifest.tensors.names)
             read = SharedRead(weights, self._ranks, names, self._settings, self._verify)
-            self._send_intent(_Intent(word=BEGIN, digest=read.digest, read=read))
+            self._send_intent(_Intent(read=read))
         except PenstockError:
             weights.close()
             raise
-        self._read, self._members, self._new = read, files, []
+        self._read, self._members, self._new = read, files, set()
         _logger.info("penstock: %d ranks read %s together", self._ranks.world_size, weights.uri)
+        return read
 
     def _finish_read(self) -> None:
-        read, self._read, self._members = self._read, None, []
+        read, self._read, self._members = self._read, None, set()
         if read is not None:
             report = read.close()
             self.reports.append(report)
@@ -229,16 +225,14 @@ class SharedFiles:
 
 @dataclass(eq=False, kw_only=True)
 class _Intent:
-    """The next step that a rank's program needs from the group: begin a shared read, end, or fail."""
+    """The next step that a rank's program needs from the group: begin a read, fail with an error, or else end."""
 
-    word: int
-    digest: bytes = b""
-    error: BaseException | None = None
     read: SharedRead | None = None
+    error: BaseException | None = None
     is_agreed: threading.Event = field(default_factory=threading.Event)
 
 
-class SharedFile:
+class SharedFile(Closeable):
     """An open file in `SharedFiles`, with the interface of `safetensors.safe_open` for torch.
 
     Attributes:
@@ -251,29 +245,21 @@ class SharedFile:
         self,
         files: SharedFiles,
         uri: str,
-        settings: Settings,
         storage_options: Mapping[str, str] | None,
         device: str | int | torch.device,
+        header: Header,
+        nbytes: int,
     ) -> None:
         self.uri = uri
         self.storage_options = storage_options
+        self.nbytes = nbytes
         self._files = files
         self._device = device
-        source = open_source(uri, settings=settings, storage_options=storage_options)
-        try:
-            self._header: Header = read_header(timed(source, uri, settings))
-            self.nbytes = source.nbytes
-        finally:
-            source.close()
-        self._rows = {name: row for row, name in enumerate(self._header.tensors.names)}
-        files.opened(self)
+        self._header = header
+        self._rows = {name: row for row, name in enumerate(header.tensors.names)}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the use of the file by this rank. Idempotent."""
         self._files.closed(self)
 
     def keys(self) -> list[str]:
@@ -300,26 +286,25 @@ class SharedFile:
         """Return a handle that reads parts of a tensor by index. Raise NotFound if the file has no such tensor."""
         if name not in self._rows:
             raise NotFound(f"file does not contain tensor {name}", uri=self.uri, tensor=name)
-        return SharedSlice(self._files, self, self._header, self._rows[name])
+        return SharedSlice(self._files, self, self._header.tensors, self._rows[name])
 
 
-class SharedSlice:
+class SharedSlice(msgspec.Struct, frozen=True, eq=False):
     """A handle for one tensor in a `SharedFile`, which is indexed like a tensor from any thread."""
 
-    def __init__(self, files: SharedFiles, file: SharedFile, header: Header, row: int) -> None:
-        self._files = files
-        self._file = file
-        self._table = header.tensors
-        self._row = row
+    files: SharedFiles
+    file: SharedFile
+    tensors: TensorTable
+    row: int
 
     def get_shape(self) -> list[int]:
         """Return the shape from the header."""
-        return list(self._table.shapes[self._row])
+        return list(self.tensors.shapes[self.row])
 
     def get_dtype(self) -> str:
         """Return the dtype's name in the format, such as `BF16`."""
-        return str(self._table.dtypes[self._row])
+        return str(self.tensors.dtypes[self.row])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the part that `index` selects. See `SharedRead.take`."""
-        return self._files.take(self._file, self._table.names[self._row], index)
+        return self.files.reading(self.file).take(self.tensors.names[self.row], index)
