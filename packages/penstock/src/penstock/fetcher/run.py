@@ -78,8 +78,7 @@ class FetchRun(Run):
         make_reader: assignment.MakeReader | None = None,
     ) -> None:
         super().__init__(weights.layout.nbytes, trace=trace, stall_s=stall_s, is_quick=weights.device.type == "cuda")
-        self._timing = timing = timing or Timing()
-        self._member = member
+        timing = timing or Timing()
         self._weights = weights
         self._storage = storage
         self.provenance = Provenance(weights.identity.model)
@@ -186,15 +185,10 @@ class FetchRun(Run):
 
     def _is_feeding(self) -> bool:
         # On 2 cores, 64 starting processes delayed the hub by half a stall deadline, and more with unclaimed reads.
-        if (
-            self._storage_reads.is_busy()
-            or self._verifying.is_busy()
-            or (self._storage is not None and self._member.hub.is_busy)
-        ):
+        is_asking = self._storage is not None and self.hub.member.hub.is_busy
+        if is_asking or self._storage_reads.is_busy() or self._verifying.is_busy():
             return True
-        if not self.hub.do_others_read() or self._assignment.failed.has_unreported():
-            return False
-        return self._assignment.is_idle()
+        return self.hub.do_others_read() and not self._assignment.failed.has_unreported() and self._assignment.is_idle()
 
     def is_busy(self) -> bool:
         """Return True if an operation with a deadline is running, except for reads from a failed upstream."""
@@ -231,7 +225,7 @@ class FetchRun(Run):
         )
         if has_failed:
             self.hub.wanted.set()
-        if pause_s < self._timing.fetch_turn_s:
+        if pause_s < self.hub.timing.fetch_turn_s:
             # Wake `run`, so that it assigns again in time if another thread made this call.
             self.ticket.wake()
         return pause_s
@@ -338,7 +332,7 @@ class FetchRun(Run):
             read.stop(Cancelled("the fetch was closed"))
         super().close()
         for thread in self._threads:
-            thread.join(timeout=self._timing.fetch_end_s)
+            thread.join(timeout=self.hub.timing.fetch_end_s)
         # Break a reference cycle that would keep the weights alive.
         self._claims = None
         for reader in readers:
