@@ -100,7 +100,7 @@ class SharedFiles:
             self._open.discard(file)
             self._new.discard(file)
             if self._read is not None and file in self._members and self._open.isdisjoint(self._members):
-                self._read.discard()
+                self._read.window.discard()
 
     def end(self, error: BaseException | None = None) -> None:
         """Finish the current read and agree with the other ranks that no rank failed, or report `error` to them.
@@ -131,7 +131,7 @@ class SharedFiles:
         # The program raises its own error, and not the errors that follow from it.
         with contextlib.suppress(PenstockError):
             if read is not None:
-                read.fail(known)
+                read.window.fail(known)
                 read.close()
         with contextlib.suppress(PenstockError):
             # Report the error separately, because a finished exchange has not reported it.
