@@ -19,12 +19,14 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: object) -> list[SyncWorker]:
-    """Start two processes, each on a device. With two devices, the subscribers use them too."""
+def ranks(
+    stack: ExitStack, directory: Path, side: str, first: int, *, on_host: bool = False, **task: object
+) -> list[SyncWorker]:
+    """Start two processes, each on a device or on the host. With two devices, the subscribers use them too."""
     environ = {"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": "20"}
     found = []
     for rank in range(2):
-        device = f"cuda:{(first + rank) % torch.cuda.device_count()}"
+        device = "cpu" if on_host else f"cuda:{(first + rank) % torch.cuda.device_count()}"
         one = SyncTask(side=side, rank=rank, world_size=2, device=device, environ=environ, **task)
         found.append(stack.enter_context(SyncWorker(one)))
     return found
@@ -32,16 +34,22 @@ def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: obje
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize(
-    ("source", "snapshot_device", "path"),
-    [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "pinned_shm")],
+    ("source", "snapshot_device", "target", "path"),
+    [
+        ("live", "device", "cuda", "cuda_ipc"),
+        ("snapshot", "device", "cuda", "cuda_ipc"),
+        ("snapshot", "cpu", "cuda", "pinned_shm"),
+        ("live", "device", "cpu", "cuda_ipc"),
+        ("snapshot", "device", "cpu", "cuda_ipc"),
+    ],
 )
 def test_each_version_arrives_bit_identical(
-    tmp_path: Path, stack: ExitStack, source: str, snapshot_device: str, path: str, mode: str
+    tmp_path: Path, stack: ExitStack, source: str, snapshot_device: str, target: str, path: str, mode: str
 ) -> None:
     publishers = ranks(
         stack, tmp_path, "publisher", 0, mode=source, options={"arena": True, "snapshot_device": snapshot_device}
     )
-    subscribers = ranks(stack, tmp_path, "subscriber", 2, dim=1, mode=mode)
+    subscribers = ranks(stack, tmp_path, "subscriber", 2, on_host=target == "cpu", dim=1, mode=mode)
     for one in publishers + subscribers:
         one.wait_for("joined", timeout_s=90)
     publishers[0].call("subscribers 2")

@@ -69,6 +69,19 @@ def test_second_process_reads_device_memory(reader, device: str, env) -> None:
             read(reader, new)
 
 
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
+def test_device_memory_is_read_into_host_memory(reader, env, is_pinned: bool) -> None:
+    transport, _ = reader
+    host = torch.empty(NBYTES, dtype=torch.uint8, pin_memory=is_pinned)
+    into = transport.register_into(Memory(address=host.data_ptr(), nbytes=NBYTES, owner=host))
+    with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env=env) as holder:
+        for rows in ([(0, 0, NBYTES)], [(at, at, min(99_991, NBYTES - at)) for at in range(0, NBYTES, 99_991)]):
+            host.zero_()
+            transport.wait(transport.post_read(into, holder.descriptor, segments(rows)), stall_s=10)
+            assert host.numpy().tobytes() == pattern(NBYTES)
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
 def test_device_hidden_from_this_process_is_readable(reader, env) -> None:

@@ -233,7 +233,12 @@ class FakeCuda(CudaDriver):
         dst, src, nbytes = (column.astype(np.uint64) for column in (runs.dst, runs.src, runs.nbytes))
         return functools.partial(self.copy, dst, src, nbytes, stream)
 
-    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
+    def num_devices(self) -> int:
+        return 8
+
+    def copy(
+        self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None, batched: bool = True
+    ) -> None:
         self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))
 
 

@@ -58,7 +58,8 @@ def open_transport(name: str) -> Transport:
 def allocate(nbytes: int, device: str, transport: str = "") -> Memory:
     """Allocate memory in its own arena or on the fake device."""
     if transport.startswith("fake"):
-        return _fake.allocate_virtual(nbytes) if transport == "fake_virtual" else _fake.allocate(nbytes)
+        device = device if device.startswith("cuda") else "cuda:0"
+        return (_fake.allocate_virtual if transport == "fake_virtual" else _fake.allocate)(nbytes, device)
     arena = Arena.allocate(nbytes, device)
     return Memory(address=arena.address, nbytes=nbytes, device=arena.device, owner=arena)
 

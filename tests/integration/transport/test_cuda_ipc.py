@@ -73,6 +73,63 @@ def holder(request):
         yield child
 
 
+@pytest.fixture
+def host_reader(reader):
+    """Return a reader whose target is host memory."""
+    reader.into = reader.transport.register_into(Memory.of_buffer(bytearray(NBYTES)))
+    return reader
+
+
+def test_device_memory_is_read_into_host_memory(host_reader, holder) -> None:
+    assert host_reader.read(holder.descriptor) == pattern(NBYTES)
+    rows = [(at, at, min(997, NBYTES - at)) for at in range(0, NBYTES, 997)]
+    np.random.default_rng(1).shuffle(rows)
+    assert host_reader.read(holder.fence(2), rows) == pattern(NBYTES, 2)
+
+
+def test_rectangles_of_device_memory_are_read_into_host_memory(host_reader, holder) -> None:
+    columns = {"src": 3, "dst": 5, "run_bytes": 700, "num_rows": 4096, "src_pitch": 1024, "dst_pitch": 1024}
+    table = Rectangles(**{name: np.array([value]) for name, value in columns.items()})
+    transport, into = host_reader.transport, host_reader.into
+    transport.wait(transport.post_rectangles(into, holder.descriptor, table), stall_s=5)
+    found = np.frombuffer(ctypes.string_at(into.memory.address, NBYTES), np.uint8)
+    expected = np.frombuffer(pattern(NBYTES), np.uint8)
+    rows = np.arange(4096)[:, None] * 1024 + np.arange(700)
+    assert (found[5 + rows] == expected[3 + rows]).all() and found.sum() == found[5 + rows].sum()
+
+
+def test_fence_during_read_into_host_memory_raises_stale_descriptor(host_reader, holder) -> None:
+    # Copies of the driver for tests run when their event is queried.
+    pending = host_reader.post(holder.descriptor)
+    holder.fence(2)
+    with pytest.raises(StaleDescriptor):
+        host_reader.transport.wait(pending, stall_s=5)
+
+
+def test_links_choose_cuda_ipc_for_host_memory(holder) -> None:
+    driver = FakeCuda()
+    memory = Memory.of_buffer(bytearray(NBYTES))
+    with PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(driver)}) as links:
+        handles = links.register_into(memory, {})
+        transport, descriptor, _ = links.choose(
+            handles, {"cuda_ipc": encode(holder.descriptor)}, same_host=True, same_process=False
+        )
+        transport.wait(transport.post_read(handles["cuda_ipc"], descriptor, segments([(0, 0, NBYTES)])), stall_s=20)
+    assert ctypes.string_at(memory.address, NBYTES) == pattern(NBYTES)
+
+
+@pytest.fixture
+def second_device_holder():
+    with HolderProcess("fake_cuda", nbytes=NBYTES, device="cuda:3") as child:
+        yield child
+
+
+def test_holder_on_device_that_this_process_lacks_is_read(host_reader, second_device_holder, monkeypatch) -> None:
+    monkeypatch.setattr(FakeCuda, "num_devices", lambda self: 1)
+    assert second_device_holder.descriptor.device == "cuda:3"
+    assert host_reader.read(second_device_holder.descriptor) == pattern(NBYTES)
+
+
 def test_repeated_reads_map_peer_memory_once(reader, holder) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     new = holder.fence(2)

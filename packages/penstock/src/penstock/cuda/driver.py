@@ -510,14 +510,17 @@ class CudaDriver:
         """Queue a copy to pinned host memory."""
         self._do("cuMemcpyDtoHAsync_v2", dst, src, nbytes, stream)
 
-    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None) -> None:
+    def copy(
+        self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None, batched: bool = True
+    ) -> None:
         """Queue copies between device addresses, in no particular order.
 
-        If `may_wait` is True, the calls release the interpreter's lock, because they block if `QUEUE_DEPTH` copies are
+        Copies to or from host memory that is not pinned must not be `batched`, and each call waits for its copy. If
+        `may_wait` is True, the calls release the interpreter's lock, because they block if `QUEUE_DEPTH` copies are
         waiting on the stream. If `may_wait` is None, only calls for more than a few copies release the lock.
         """
         # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream lack batches.
-        if len(nbytes) <= _FEW or self._batch is None or not stream:
+        if len(nbytes) <= _FEW or self._batch is None or not stream or not batched:
             releases_lock = len(nbytes) > _FEW if may_wait is None else may_wait
             queue = self._releasing_copy if releases_lock else self._calls["cuMemcpyAsync"]
             for target, source, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):

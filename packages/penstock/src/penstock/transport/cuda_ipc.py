@@ -1,9 +1,10 @@
 """Device memory of processes on one host. The reader's copy engines read the holder's memory, if needed over NVLink.
 
-Nothing runs on the holder's device. Memory from cudaMalloc (torch's default) has one 64-byte IPC handle per allocation.
-Virtual memory (torch's `expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is
-shared through a file descriptor. Only file descriptors cross PID namespaces, for example between containers, since an
-IPC handle contains a process id.
+The target is memory of a device, or host memory, which need not be pinned. Nothing runs on the holder's device. Memory
+from cudaMalloc (torch's default) has one 64-byte IPC handle per allocation. Virtual memory (torch's
+`expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is shared through a file
+descriptor. Only file descriptors cross PID namespaces, for example between containers, since an IPC handle contains a
+process id.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from penstock.transport.host_endpoint import (
 )
 from penstock.transport.protocol import (
     Descriptor,
+    Filling,
     Handle,
     Memory,
     PendingRead,
@@ -286,8 +288,9 @@ class _QueuedCopies(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 class CudaRead:
     """See `PendingRead`. The read keeps both memories alive until its last event, even if the waiter gave up."""
 
-    def __init__(self, into: IntoHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int) -> None:
+    def __init__(self, into: IntoHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int, device: int) -> None:
         self.into = into
+        self.device = device
         self.claim = claim
         self.source = source
         self.nbytes = nbytes
@@ -340,6 +343,13 @@ class CudaIpcTransport:
 
         return self._endpoint.register(memory, describe, keep=shared)
 
+    def register_into(self, memory: Memory) -> IntoHandle:
+        """Return a handle for any host memory, which a device fills. Raises Cancelled after `close`."""
+        if memory.device != "cpu":
+            raise ConfigError(f"memory on {memory.device} needs `register`")
+        self._endpoint.check_open()
+        return IntoHandle(self._endpoint, memory)
+
     def _settle(self, device: int) -> None:
         deadline = time.monotonic() + SETTLE_S
         with self._driver.entered(device):
@@ -358,12 +368,16 @@ class CudaIpcTransport:
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         rows = segments.joined()
-        return self._post(mine, source, int(rows.nbytes.sum()), lambda *at: self._groups_of(rows, None, *at))
+        groups_of = self._host_groups_of if mine.memory.device == "cpu" else partial(self._groups_of, rectangles=None)
+        return self._post(mine, source, int(rows.nbytes.sum()), partial(groups_of, rows))
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Laying out the copies takes about 2 ms per GiB, once per pair of addresses."""
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
+        if mine.memory.device == "cpu":
+            # Kernels cannot write to host memory that is not pinned.
+            return self.post_read(into, source, rectangles.segments())
 
         def lay_out(ours: int, base: int, device: int) -> Sequence[_QueuedCopies]:
             # The same rectangles may be read into different memory, or from a peer that was mapped again.
@@ -371,7 +385,8 @@ class CudaIpcTransport:
             if at not in prepared:
                 while len(prepared) >= LAID_OUT:
                     prepared.pop(next(iter(prepared)))
-                prepared[at] = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
+                rows, strided = rectangles.apart(SHORT_BYTES, MANY)
+                prepared[at] = list(self._groups_of(rows, ours, base, device, rectangles=strided))
             return prepared[at]
 
         return self._post(mine, source, int(rectangles.nbytes.sum()), lay_out)
@@ -385,14 +400,14 @@ class CudaIpcTransport:
     ) -> CudaRead:
         """Queue a read. `lay_out` receives the local address, the peer's mapped address, and the device."""
         payload = decode_payload(source, _DECODER)
-        device = ordinal(mine.memory.device)
+        device = self._device_for(mine.memory, source)
         claim = self._endpoint.claim(source, payload.page)
         # Map without the lock, since mapping takes milliseconds and may wait for the peer.
         mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
             self._endpoint.check_open()
             self.sweep()
-            read = CudaRead(mine, claim, mapped, nbytes)
+            read = CudaRead(mine, claim, mapped, nbytes, device)
             if mapped is not None:
                 claim.check_inside(payload.offset, mapped.nbytes)
                 base = mapped.address + payload.offset
@@ -413,6 +428,13 @@ class CudaIpcTransport:
                     if read.events:
                         self._in_flight.add(read)
         return read
+
+    def _device_for(self, into: Memory, source: Descriptor) -> int:
+        """Return the device that copies: the target's device, or for host memory the one with the holder's number."""
+        if into.device != "cpu":
+            return ordinal(into.device)
+        # The holder may number its devices differently. Any device that reaches the memory can copy it.
+        return min(ordinal(source.device), self._driver.num_devices() - 1)
 
     def reach(self, device: str, source: Descriptor) -> None:
         """See `Reaching`. Raises like `post_read`."""
@@ -457,8 +479,18 @@ class CudaIpcTransport:
                     self._mapped.put(claim, mapped, device)
         return mapped
 
+    def _host_groups_of(self, rows: Segments, ours: int, base: int, device: int) -> Iterator[_QueuedCopies]:
+        """Yield the copies into host memory. Queueing a copy into memory that is not pinned waits for its bytes."""
+        pool = self._streams.of(device)
+        cut = rows.cut(GROUP_BYTES)
+        dst, src = cut.dst.astype(np.uint64) + np.uint64(ours), cut.src.astype(np.uint64) + np.uint64(base)
+        for group in gathered(cut.nbytes, GROUP_BYTES):
+            stream, nbytes = pool.take_stream(), cut.nbytes[group].astype(np.uint64)
+            queue = partial(self._driver.copy, dst[group], src[group], nbytes, stream, may_wait=True, batched=False)
+            yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
+
     def _groups_of(
-        self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
+        self, rows: Segments, ours: int, base: int, device: int, *, rectangles: Rectangles | None
     ) -> Iterator[_QueuedCopies]:
         """Yield the copies in groups that alternate between the streams."""
         pool = self._streams.of(device)
@@ -521,7 +553,7 @@ class CudaIpcTransport:
         read.claim.check()
 
     def _advance(self, read: CudaRead) -> None:
-        device = ordinal(read.into.memory.device)
+        device = read.device
         with self._lock:
             if not read.events:
                 return
@@ -564,6 +596,7 @@ class CudaIpcTransport:
 
 
 _fits: type[Transport] = CudaIpcTransport
+_fills: type[Filling] = CudaIpcTransport
 _strides: type[Striding] = CudaIpcTransport
 _reaches: type[Reaching] = CudaIpcTransport
 _sweeps: type[Sweeping] = CudaIpcTransport
