@@ -29,10 +29,13 @@ class Poison:
         return count
 
     def poison_backups(self) -> int:
-        """Destroy what vLLM's allocator copied to the host, and return the number of copies."""
+        """Destroy the weights that vLLM's allocator copied to the host, and return the number of copies.
+
+        At level 2 vLLM 0.33 still copies what it tags `runtime` and `cudagraph`.
+        """
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        allocated = CuMemAllocator.get_instance().pointer_to_data.values()
+        allocated = [one for one in CuMemAllocator.get_instance().pointer_to_data.values() if one.tag == "weights"]
         backups = [one.cpu_backup_tensor for one in allocated if one.cpu_backup_tensor is not None]
         for backup in backups:
             backup.random_()
