@@ -184,7 +184,7 @@ def in_process(directory: str, options: str) -> None:
     """Load versions into vLLM's `LLM` in this process, and compare its log-probabilities."""
     from vllm import LLM, SamplingParams
 
-    model = make(directory)
+    model, before = make(directory), make(directory)
     llm = LLM(**json.loads(options))
     engine = VllmEngine(llm)
     asked = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True)
@@ -194,6 +194,7 @@ def in_process(directory: str, options: str) -> None:
     ):
         for version in (1, 2, 3):
             fill(model, version)
+            fill(before, version - 1)
             publisher.publish(version)
             served.update()
             request = engine.requests[served.name]
@@ -201,7 +202,8 @@ def in_process(directory: str, options: str) -> None:
             (answer,) = llm.generate(prompt, asked, lora_request=request, use_tqdm=False)
             tokens = list(answer.outputs[0].token_ids)
             theirs = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, tokens, strict=True)]
-            say(version=version, loaded=list(engine.requests), difference=gap(model, PROMPT, tokens, theirs))
+            differences = {name: gap(one, PROMPT, tokens, theirs) for name, one in (("new", model), ("other", before))}
+            say(version=version, loaded=list(engine.requests), **differences)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.device import NUM_WORKERS, vllm_environ, vllm_options
+from tests.engines.device import NUM_WORKERS, ON_GPU, vllm_environ, vllm_options
 from tests.engines.vllm_server import serving
 
 pytestmark = [
@@ -57,7 +57,10 @@ def run_ranks(runtime: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_in_process_vllm_serves_each_adapter_version(model: Path, runtime: str, tmp_path: Path) -> None:
-    options = vllm_options(model=str(model), max_model_len=192, enable_lora=True, max_loras=2, max_lora_rank=16)
+    # vLLM's LoRA kernels for GPUs have no float32. In BF16 the log-probabilities differ by up to 0.04 from float32.
+    dtype, rounding = ("bfloat16", 0.1) if ON_GPU else ("float32", 1e-3)
+    sizes = {"max_model_len": 192, "max_loras": 2, "max_lora_rank": 16}
+    options = vllm_options(model=str(model), dtype=dtype, enable_lora=True, **sizes)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "llm", str(model), json.dumps(options)],
         env=vllm_environ(tmp_path, PENSTOCK_RUNTIME_DIR=runtime, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
@@ -72,7 +75,7 @@ def test_in_process_vllm_serves_each_adapter_version(model: Path, runtime: str, 
         ["in-process@1", "in-process@2"],
         ["in-process@2", "in-process@3"],
     ]
-    assert all(seen["difference"] < 1e-3 for seen in said), said
+    assert all(seen["new"] < rounding < seen["other"] for seen in said), said
 
 
 def test_adapter_sharded_over_two_ranks_is_merged(model: Path, runtime: str) -> None:
