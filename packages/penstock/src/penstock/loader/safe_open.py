@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, MissingExtra, NotFound, PenstockError, 
 from penstock.loader.index import bounding_box, is_basic, numpy_index
 from penstock.loader.read_ahead import ReadAhead
 from penstock.loader.run import LoadRun, Readers
-from penstock.loader.session import WARM_ABOVE_BYTES, WARM_THREADS, Intake
+from penstock.loader.session import DEVICES_HINT, WARM_ABOVE_BYTES, WARM_THREADS, Intake
 from penstock.loader.tensor import as_array, as_bytes, as_tensor, as_tensors, numpy_dtype, torch_dtype, torch_shape
 from penstock.loader.tensors_ahead import TensorsAhead
 from penstock.plan.schedule import LoadPlan, plan_load
@@ -137,7 +137,7 @@ class safe_open:
                 raise ConfigError(f"backend {backend!r} is invalid", hint='use "mmap" or "pread"')
             place = _device(device)
             if framework in _NUMPY and place.type != "cpu":
-                raise ConfigError(f"device {device} is not supported for framework numpy")
+                raise ConfigError(f"device {device} is not supported for framework numpy", hint="use `cpu`")
             try:
                 name = text_of(filename)
             except ConfigError as error:
@@ -349,7 +349,10 @@ class _OpenFile:
         try:
             return self._rows[name]
         except KeyError:
-            raise NotFound(f"file does not contain tensor {name}", uri=self.source.uri, tensor=name) from None
+            hint = "`keys()` lists all names"
+            raise NotFound(
+                f"file does not contain tensor {name}", uri=self.source.uri, tensor=name, hint=hint
+            ) from None
 
     def tensor(self, row: int, index: Any) -> torch.Tensor:
         """Return the part of a row that torch's `index` selects. An empty tuple selects the whole row."""
@@ -585,9 +588,9 @@ def _device(device: str | int | torch.device | None) -> torch.device:
         elif isinstance(device, str | torch.device):
             place = torch.device(device)
         else:
-            raise ConfigError(f"device {device} is invalid")
+            raise ConfigError(f"device {device} is invalid", hint=DEVICES_HINT)
     except RuntimeError as error:
-        raise ConfigError(f"device {device} is invalid") from error
+        raise ConfigError(f"device {device} is invalid", hint=DEVICES_HINT) from error
     if place.type == "meta":
         raise ConfigError(f"device {device} is invalid", hint="use `inspect` for shapes. Meta tensors have no bytes")
     return place

@@ -211,7 +211,7 @@ about as much as one more call."""
 MAX_GAP_REMOTE_BYTES = MIB
 """The same size for an object store, where a request costs a round trip."""
 
-_DEVICES = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
+DEVICES_HINT = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
 
 
 class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -621,9 +621,9 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{device!r} is not a valid device", hint=_DEVICES) from error
+        raise ConfigError(f"{device!r} is not a valid device", hint=DEVICES_HINT) from error
     if resolved.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"device {resolved} is not supported", hint=_DEVICES)
+        raise ConfigError(f"device {resolved} is not supported", hint=DEVICES_HINT)
     if resolved.type == "cuda":
         if not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count():
             message = f"device {resolved} does not exist, because there are {torch.cuda.device_count()} CUDA devices"
