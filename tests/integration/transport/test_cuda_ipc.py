@@ -285,8 +285,8 @@ def test_descriptor_beyond_memory_is_refused(reader, holder, is_mapped: bool) ->
 def test_failed_copy_keeps_memory_of_queued_copies_allocated(reader, holder, monkeypatch) -> None:
     queue = reader.driver.copy
 
-    def refuse(*columns) -> None:
-        queue(*columns)
+    def refuse(*columns, **options) -> None:
+        queue(*columns, **options)
         raise DestinationError("a later copy is refused")
 
     with monkeypatch.context() as patched:

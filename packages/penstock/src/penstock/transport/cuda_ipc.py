@@ -368,8 +368,8 @@ class CudaIpcTransport:
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         rows = segments.joined()
-        groups_of = self._host_groups_of if mine.memory.device == "cpu" else partial(self._groups_of, rectangles=None)
-        return self._post(mine, source, int(rows.nbytes.sum()), partial(groups_of, rows))
+        groups_of = partial(self._groups_of, rows, None, on_host=mine.memory.device == "cpu")
+        return self._post(mine, source, int(rows.nbytes.sum()), groups_of)
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Laying out the copies takes about 2 ms per GiB, once per pair of addresses."""
@@ -385,8 +385,7 @@ class CudaIpcTransport:
             if at not in prepared:
                 while len(prepared) >= LAID_OUT:
                     prepared.pop(next(iter(prepared)))
-                rows, strided = rectangles.apart(SHORT_BYTES, MANY)
-                prepared[at] = list(self._groups_of(rows, ours, base, device, rectangles=strided))
+                prepared[at] = list(self._groups_of(*rectangles.apart(SHORT_BYTES, MANY), ours, base, device))
             return prepared[at]
 
         return self._post(mine, source, int(rectangles.nbytes.sum()), lay_out)
@@ -479,27 +478,21 @@ class CudaIpcTransport:
                     self._mapped.put(claim, mapped, device)
         return mapped
 
-    def _host_groups_of(self, rows: Segments, ours: int, base: int, device: int) -> Iterator[_QueuedCopies]:
-        """Yield the copies into host memory. Queueing a copy into memory that is not pinned waits for its bytes."""
-        pool = self._streams.of(device)
-        cut = rows.cut(GROUP_BYTES)
-        dst, src = cut.dst.astype(np.uint64) + np.uint64(ours), cut.src.astype(np.uint64) + np.uint64(base)
-        for group in gathered(cut.nbytes, GROUP_BYTES):
-            stream, nbytes = pool.take_stream(), cut.nbytes[group].astype(np.uint64)
-            queue = partial(self._driver.copy, dst[group], src[group], nbytes, stream, may_wait=True, batched=False)
-            yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
-
     def _groups_of(
-        self, rows: Segments, ours: int, base: int, device: int, *, rectangles: Rectangles | None
+        self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int, *, on_host: bool = False
     ) -> Iterator[_QueuedCopies]:
-        """Yield the copies in groups that alternate between the streams."""
+        """Yield the copies in groups that alternate between the streams.
+
+        `on_host` says that the target is host memory, which kernels reach only if it is pinned. Queueing a copy into
+        memory that is not pinned waits for its bytes.
+        """
         pool = self._streams.of(device)
         driver = self._driver
         for batch in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
             stream = pool.take_stream()
             queue = driver.lay_out_rectangles(batch, device, stream)
             yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(batch.nbytes.sum()))
-        short = rows.nbytes < SHORT_BYTES
+        short = rows.nbytes < (0 if on_host else SHORT_BYTES)
         short &= short.sum() >= MANY
         for is_short in (True, False):
             cut = rows[short == is_short].cut(GROUP_BYTES)
@@ -508,7 +501,8 @@ class CudaIpcTransport:
                 dst, src, nbytes = columns[0][group], columns[1][group], cut.nbytes[group].astype(np.uint64)
                 stream = pool.take_stream()
                 gather = partial(driver.gather, dst, src, nbytes, device, stream)
-                queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
+                copy = partial(driver.copy, dst, src, nbytes, stream, may_wait=on_host or None, batched=not on_host)
+                queue = gather if is_short else copy
                 yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
