@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fleet import Worker, digests, send_event
+from tests.support.sources import SOURCES
 from tests.support.users import STRANGER, run_as
 
 from penstock.errors import PenstockError
@@ -65,10 +66,11 @@ class Pod:
         """Return the environment of a process in the pod."""
         # Keep other package directories of this process, such as one from `pip install --target`.
         others = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and not _is_of_code(path)]
+        code = [f"{ROOT}/code/{source.relative_to(CODE)}" for source in SOURCES]
         return {
             "PENSTOCK_RUNTIME_DIR": RUNTIME,
             "PENSTOCK_STALL_S": "15",
-            "PYTHONPATH": ":".join([f"{ROOT}/code/packages/penstock/src", f"{ROOT}/code", *others]),
+            "PYTHONPATH": ":".join([*code, f"{ROOT}/code", *others]),
             "TMPDIR": "/tmp",
         }
 
