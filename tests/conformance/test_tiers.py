@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.heap_tier import HeapTier
 from tests.support.tier_suite import TierTests
 
 from penstock.cache.tier_disk import SpillTier
 from penstock.memory.tier import Tier
-from penstock.memory.tier_host import ArenaTier, HeapTier, PoolTier
+from penstock.memory.tier_host import ArenaTier, PoolTier
 
 
 class TestHeap(TierTests):

@@ -6,8 +6,9 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support.heap_tier import HeapRoom, HeapTier
+
 from penstock.memory.tier import PIECE_BYTES, HostRoom, Tier, move
-from penstock.memory.tier_host import HeapRoom, HeapTier
 
 SIZES = (0, 1, 4096, PIECE_BYTES - 1, PIECE_BYTES + 12345)
 

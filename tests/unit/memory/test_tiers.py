@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.heap_tier import HeapTier
 from tests.support.tier_suite import filled
 
 from penstock.cache.tier_disk import SpillTier
@@ -27,7 +28,6 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.memory.tier import Room, TierBlock
-from penstock.memory.tier_host import HeapTier
 from penstock.memory.tiers import SOURCE, Level, Tiers
 
 

@@ -1,4 +1,4 @@
-"""Tiers in host memory: arenas that other processes can map, a pool of pinned buffers, and plain memory for tests."""
+"""Tiers in host memory: arenas that other processes can map, and a pool of pinned buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_THREADS = 4
 """Number of threads that pin the pool in the background."""
 
 
-class _ViewedRoom(ABC):
+class ViewedRoom(ABC):
     """A room whose bytes are views of this process's memory."""
 
     def __init__(self, nbytes: int) -> None:
@@ -31,11 +31,13 @@ class _ViewedRoom(ABC):
         """See `HostRoom.views`."""
 
     def write(self, offset: int, data: memoryview) -> None:
+        """See `Room.write`."""
         # Copy with numpy, which releases the GIL.
         for mine, at, run in self._runs(offset, len(data)):
             mine[:] = np.frombuffer(data, np.uint8, run, at)
 
     def read(self, offset: int, into: memoryview) -> None:
+        """See `Room.read`."""
         for mine, at, run in self._runs(offset, len(into)):
             np.frombuffer(into, np.uint8, run, at)[:] = mine
 
@@ -50,40 +52,11 @@ class _ViewedRoom(ABC):
         return runs
 
     def settle(self) -> None:
+        """See `Room.settle`. Copies into host memory end before `write` returns."""
         return
 
 
-class HeapRoom(_ViewedRoom):
-    """A room in plain memory of this process."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self._memory = bytearray(nbytes)
-
-    def views(self) -> Sequence[memoryview]:
-        """See `HostRoom.views`."""
-        return [memoryview(self._memory)]
-
-    def close(self) -> None:
-        """See `Room.close`."""
-        self._memory = bytearray()
-
-
-class HeapTier(UncachedTier):
-    """The reference tier in plain memory, with any name."""
-
-    num_threads = 1
-
-    def __init__(self, name: str = "host", unit_bytes: int = 1) -> None:
-        self.name = name
-        self.unit_bytes = unit_bytes
-
-    def open_room(self, nbytes: int) -> HeapRoom:
-        """See `Tier.open_room`."""
-        return HeapRoom(nbytes)
-
-
-class ArenaRoom(_ViewedRoom):
+class ArenaRoom(ViewedRoom):
     """A host arena that other processes can map, with pages that are faulted in ahead."""
 
     def __init__(self, nbytes: int) -> None:
@@ -112,7 +85,7 @@ class ArenaTier(UncachedTier):
         return ArenaRoom(nbytes)
 
 
-class PoolRoom(_ViewedRoom):
+class PoolRoom(ViewedRoom):
     """A room in buffers of a pool. The last buffer may be partly used."""
 
     def __init__(self, nbytes: int, buffers: list[StagingBuffer], release: Callable[[StagingBuffer], None]) -> None:
