@@ -39,8 +39,8 @@ def ranks(
         ("live", "device", "cuda", "cuda_ipc"),
         ("snapshot", "device", "cuda", "cuda_ipc"),
         ("snapshot", "cpu", "cuda", "pinned_shm"),
-        ("live", "device", "cpu", "cuda_ipc"),
-        ("snapshot", "device", "cpu", "cuda_ipc"),
+        ("live", "device", "cpu", "staged_cuda_ipc"),
+        ("snapshot", "device", "cpu", "staged_cuda_ipc"),
     ],
 )
 def test_each_version_arrives_bit_identical(

@@ -236,9 +236,10 @@ class FakeCuda(CudaDriver):
     def num_devices(self) -> int:
         return 8
 
-    def copy(
-        self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None, batched: bool = True
-    ) -> None:
+    def has_context(self, device: int) -> bool:
+        return device == 2
+
+    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int) -> None:
         self._queued[stream].extend(zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True))
 
 

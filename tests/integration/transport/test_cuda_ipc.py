@@ -39,6 +39,7 @@ from penstock.transport import cuda_ipc, fd_server
 from penstock.transport.choose import PeerLinks
 from penstock.transport.cuda_ipc import CudaIpcTransport, CudaPayload, map_peer, refusal
 from penstock.transport.protocol import Memory, encode
+from penstock.transport.shm import ShmTransport
 
 NBYTES = 5_000_011
 
@@ -73,61 +74,92 @@ def holder(request):
         yield child
 
 
+class HostReader:
+    """A reader whose target is host memory at an odd address."""
+
+    def __init__(self, memory: bytearray) -> None:
+        self.driver = FakeCuda()
+        self.links = PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(self.driver), "shm": ShmTransport})
+        self.links.add_device_targets(self.driver)
+        self.memory = np.frombuffer(memory, np.uint8)[1:]
+        address = int(self.memory.ctypes.data)
+        self.into = self.links.register_into(Memory(address=address, nbytes=NBYTES, owner=memory), {})
+
+    def choose(self, descriptor):
+        offered = {"cuda_ipc": encode(descriptor)}
+        return self.links.choose(self.into, offered, same_host=True, same_process=False)
+
+    def post(self, descriptor, rows=((0, 0, NBYTES),)):
+        transport, theirs, _ = self.choose(descriptor)
+        return transport, transport.post_read(self.into[transport.name], theirs, segments(rows))
+
+    def read(self, descriptor, rows=((0, 0, NBYTES),), stall_s=5.0) -> bytes:
+        transport, pending = self.post(descriptor, rows)
+        transport.wait(pending, stall_s=stall_s)
+        return self.memory.tobytes()
+
+
 @pytest.fixture
-def host_reader(reader):
-    """Return a reader whose target is host memory."""
-    reader.into = reader.transport.register_into(Memory.of_buffer(bytearray(NBYTES)))
-    return reader
+def host_reader():
+    made = HostReader(bytearray(NBYTES + 1))
+    yield made
+    made.driver.is_stuck = False
+    made.links.close()
+    gc.collect()
 
 
 def test_device_memory_is_read_into_host_memory(host_reader, holder) -> None:
+    assert host_reader.choose(holder.descriptor)[0].name == "staged_cuda_ipc"
     assert host_reader.read(holder.descriptor) == pattern(NBYTES)
     rows = [(at, at, min(997, NBYTES - at)) for at in range(0, NBYTES, 997)]
     np.random.default_rng(1).shuffle(rows)
     assert host_reader.read(holder.fence(2), rows) == pattern(NBYTES, 2)
 
 
-def test_rectangles_of_device_memory_are_read_into_host_memory(host_reader, holder) -> None:
-    columns = {"src": 3, "dst": 5, "run_bytes": 700, "num_rows": 4096, "src_pitch": 1024, "dst_pitch": 1024}
-    table = Rectangles(**{name: np.array([value]) for name, value in columns.items()})
-    transport, into = host_reader.transport, host_reader.into
-    transport.wait(transport.post_rectangles(into, holder.descriptor, table), stall_s=5)
-    found = np.frombuffer(ctypes.string_at(into.memory.address, NBYTES), np.uint8)
-    expected = np.frombuffer(pattern(NBYTES), np.uint8)
-    rows = np.arange(4096)[:, None] * 1024 + np.arange(700)
-    assert (found[5 + rows] == expected[3 + rows]).all() and found.sum() == found[5 + rows].sum()
-
-
 def test_fence_during_read_into_host_memory_raises_stale_descriptor(host_reader, holder) -> None:
-    # Copies of the driver for tests run when their event is queried.
-    pending = host_reader.post(holder.descriptor)
+    transport, pending = host_reader.post(holder.descriptor)
     holder.fence(2)
     with pytest.raises(StaleDescriptor):
-        host_reader.transport.wait(pending, stall_s=5)
+        transport.wait(pending, stall_s=5)
 
 
-def test_links_choose_cuda_ipc_for_host_memory(holder) -> None:
-    driver = FakeCuda()
-    memory = Memory.of_buffer(bytearray(NBYTES))
-    with PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(driver)}) as links:
-        handles = links.register_into(memory, {})
-        transport, descriptor, _ = links.choose(
-            handles, {"cuda_ipc": encode(holder.descriptor)}, same_host=True, same_process=False
-        )
-        transport.wait(transport.post_read(handles["cuda_ipc"], descriptor, segments([(0, 0, NBYTES)])), stall_s=20)
-    assert ctypes.string_at(memory.address, NBYTES) == pattern(NBYTES)
+def test_read_into_host_memory_on_hanging_device_raises_and_keeps_staging(host_reader, holder) -> None:
+    host_reader.driver.is_stuck = True
+    before, began = len(never_freed), time.monotonic()
+    with pytest.raises(SourceStalled):
+        host_reader.read(holder.descriptor, stall_s=0.5)
+    # The device may write to the buffer later, so no other read gets it.
+    assert len(never_freed) > before and time.monotonic() - began < 5
+    assert not any(host_reader.memory)
+    host_reader.driver.is_stuck = False
+    assert host_reader.read(holder.descriptor) == pattern(NBYTES)
+    del never_freed[before:]
 
 
-@pytest.fixture
-def second_device_holder():
-    with HolderProcess("fake_cuda", nbytes=NBYTES, device="cuda:3") as child:
-        yield child
+def test_host_memory_is_filled_by_device_that_reaches_peer(host_reader, holder, monkeypatch) -> None:
+    """The holder's number names another device here, and the device in use does not reach the memory."""
+    tried = []
+
+    def reach(driver, device, *arguments):
+        tried.append(device)
+        if device != 5:
+            raise ConfigError(f"cuda:{device} does not reach it")
+        return map_peer(driver, device, *arguments)
+
+    monkeypatch.setattr(cuda_ipc, "map_peer", reach)
+    assert host_reader.read(holder.descriptor) == pattern(NBYTES)
+    assert tried[0] == 2 and tried[-1] == 5
+    assert host_reader.read(holder.descriptor) == pattern(NBYTES)
+    assert tried.count(5) == 1 and tried.count(2) == 1
 
 
-def test_holder_on_device_that_this_process_lacks_is_read(host_reader, second_device_holder, monkeypatch) -> None:
-    monkeypatch.setattr(FakeCuda, "num_devices", lambda self: 1)
-    assert second_device_holder.descriptor.device == "cuda:3"
-    assert host_reader.read(second_device_holder.descriptor) == pattern(NBYTES)
+def test_host_memory_without_cuda_driver_states_reason(holder) -> None:
+    with PeerLinks({"shm": ShmTransport}) as links:
+        links.refused["staged_cuda_ipc"] = "no CUDA driver"
+        into = links.register_into(Memory.of_buffer(bytearray(NBYTES)), {})
+        offered = {"cuda_ipc": encode(holder.descriptor)}
+        with pytest.raises(PlanError, match="staged_cuda_ipc: no CUDA driver"):
+            links.choose(into, offered, same_host=True, same_process=False)
 
 
 def test_repeated_reads_map_peer_memory_once(reader, holder) -> None:
@@ -285,8 +317,8 @@ def test_descriptor_beyond_memory_is_refused(reader, holder, is_mapped: bool) ->
 def test_failed_copy_keeps_memory_of_queued_copies_allocated(reader, holder, monkeypatch) -> None:
     queue = reader.driver.copy
 
-    def refuse(*columns, **options) -> None:
-        queue(*columns, **options)
+    def refuse(*columns) -> None:
+        queue(*columns)
         raise DestinationError("a later copy is refused")
 
     with monkeypatch.context() as patched:

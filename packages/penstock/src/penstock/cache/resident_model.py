@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, PenstockError, SourceChanged
 from penstock.fetcher.discover import PlacedTarget
 from penstock.fetcher.join import Fleet
 from penstock.fetcher.report import FetchReport
+from penstock.holding.placement import PlacedChunks
 from penstock.holding.weight_layout import WeightLayout
 from penstock.loader.progress import ProgressOption
 from penstock.memory.arena import Arena, offsets_of
@@ -162,10 +163,10 @@ class ResidentModel:
         """Serve the weights after a move into memory, or release them after a move to a lower tier."""
         weights, member = self.served, self._fleet.member
         if not isinstance(room, ArenaRoom | CudaRoom):
-            weights.move_out(tier)
+            weights.move(PlacedChunks(weights.layout, ()), tier)
         elif not self.is_leaving and (weights.tier or weights.state != "whole"):
             assert room.arena is not None
-            weights.move_in(self._rows(room.arena), [room.arena])
+            weights.move(PlacedChunks(weights.layout, self._rows(room.arena), [room.arena]), "")
             member.show(weights)
         member.beat_now()
 

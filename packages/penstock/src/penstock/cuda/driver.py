@@ -104,6 +104,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (_ptr,),
     "cuDeviceGetAttribute": (_ptr, ctypes.c_int, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_ptr, ctypes.c_int),
+    "cuDevicePrimaryCtxGetState": (ctypes.c_int, _ptr, _ptr),
     "cuCtxPushCurrent_v2": (_ptr,),
     "cuCtxPopCurrent_v2": (_ptr,),
     "cuCtxEnablePeerAccess": (_ptr, _uint),
@@ -259,6 +260,12 @@ class CudaDriver:
     def num_devices(self) -> int:
         """Return the number of devices that this process may use."""
         return self._get("cuDeviceGetCount") & 0x7FFFFFFF
+
+    def has_context(self, device: int) -> bool:
+        """Return whether this process uses the device already. A context takes hundreds of megabytes of its memory."""
+        is_active = ctypes.c_int()
+        self._do("cuDevicePrimaryCtxGetState", self._ordinal(device), ctypes.byref(_uint()), ctypes.byref(is_active))
+        return bool(is_active.value)
 
     @contextmanager
     def entered(self, device: int) -> Iterator[None]:
@@ -510,17 +517,14 @@ class CudaDriver:
         """Queue a copy to pinned host memory."""
         self._do("cuMemcpyDtoHAsync_v2", dst, src, nbytes, stream)
 
-    def copy(
-        self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None, batched: bool = True
-    ) -> None:
+    def copy(self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None) -> None:
         """Queue copies between device addresses, in no particular order.
 
-        Copies to or from host memory that is not pinned must not be `batched`, and each call waits for its copy. If
-        `may_wait` is True, the calls release the interpreter's lock, because they block if `QUEUE_DEPTH` copies are
+        If `may_wait` is True, the calls release the interpreter's lock, because they block if `QUEUE_DEPTH` copies are
         waiting on the stream. If `may_wait` is None, only calls for more than a few copies release the lock.
         """
         # A batch is one call that releases the lock. Drivers before CUDA 12.8 and the legacy stream lack batches.
-        if len(nbytes) <= _FEW or self._batch is None or not stream or not batched:
+        if len(nbytes) <= _FEW or self._batch is None or not stream:
             releases_lock = len(nbytes) > _FEW if may_wait is None else may_wait
             queue = self._releasing_copy if releases_lock else self._calls["cuMemcpyAsync"]
             for target, source, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):

@@ -197,8 +197,10 @@ class RingFetch:
             self._drop_ring(error)
             return
         now = time.perf_counter()
-        if not completions:
-            self._look_for_stalls(now)
+        for in_flight in () if completions else self._reads.values():
+            if now - in_flight.start > self._stall_s:
+                # Do not abandon the item, because the kernel may still write to its buffer.
+                self._ticket.fail(SourceStalled(f"{in_flight.item.name}: no byte for {self._stall_s} s"))
         for token, result in completions:
             # Guard each completion separately, so that an error does not drop the other completions.
             guarded(self._ticket, partial(self._end_read, token, result, now))
@@ -233,12 +235,6 @@ class RingFetch:
         _lost.append((self._ring, [in_flight.read.memory for in_flight in self._reads.values()]))
         self._is_lost = True
         self._reads.clear()
-
-    def _look_for_stalls(self, now: float) -> None:
-        for in_flight in self._reads.values():
-            if now - in_flight.start > self._stall_s:
-                # Do not abandon the item, because the kernel may still write to its buffer.
-                self._ticket.fail(SourceStalled(f"{in_flight.item.name}: no byte for {self._stall_s} s"))
 
 
 class HostedExecutor:

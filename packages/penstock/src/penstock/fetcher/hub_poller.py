@@ -76,7 +76,13 @@ class HubPoller(msgspec.Struct, eq=False, dict=True):
         """Ask for upstreams repeatedly, as the body of the polling thread."""
         while not self._closing.is_set():
             self.wanted.clear()
-            self._drop_failed()
+            for reader in self.assignment.pop_failed():
+                assert reader.error is not None
+                member = reader.upstream.member
+                if is_fault(reader.error) and self.member.complain(member, self.weights.key, reader.error):
+                    with self.assignment.held():
+                        self.assignment.failed.reported.add(member)
+                reader.close()
             wait_s, full_s = self._ask()
             self.answered.set()
             self._closing.wait(self.rest_s)
@@ -126,15 +132,6 @@ class HubPoller(msgspec.Struct, eq=False, dict=True):
         self.become(HubState.REFUSES if is_refused else HubState.AWAY)
         if is_refused and not self.assignment.can_read_storage and not self.assignment.readers:
             self.ticket.fail(error)
-
-    def _drop_failed(self) -> None:
-        for reader in self.assignment.pop_failed():
-            assert reader.error is not None
-            member = reader.upstream.member
-            if is_fault(reader.error) and self.member.complain(member, self.weights.key, reader.error):
-                with self.assignment.held():
-                    self.assignment.failed.reported.add(member)
-            reader.close()
 
     def do_others_read(self) -> bool:
         """Return whether other members are reading the missing chunks from storage, according to the hub."""

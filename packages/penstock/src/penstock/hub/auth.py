@@ -91,16 +91,13 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
         # Any other word that begins with @ is probably a misspelt right, because no model's name begins with @.
         if unknown := next((word for word in patterns if word.startswith("@")), None):
             raise ConfigError(f"{path}:{number}: unknown token right {unknown}", hint=f"the only right is {OPERATOR}")
-        caller = Caller(patterns or None, _token_name(words[0]), is_operator=OPERATOR in words)
+        # The name is safe to use in logs and metrics.
+        digest = hashlib.sha256(b"penstock caller 1\n" + words[0].encode()).hexdigest()
+        caller = Caller(patterns or None, TOKEN_CALLER + digest[:12], is_operator=OPERATOR in words)
         tokens.append((words[0].encode(), caller))
     if not tokens:
         raise ConfigError(f"token file {path} contains no token", hint="create a token with `openssl rand -hex 32`")
     return tuple(tokens)
-
-
-def _token_name(token: str) -> str:
-    """Return a name for a token that is safe to use in logs and metrics."""
-    return TOKEN_CALLER + hashlib.sha256(b"penstock caller 1\n" + token.encode()).hexdigest()[:12]
 
 
 MAX_NAMES = 4096

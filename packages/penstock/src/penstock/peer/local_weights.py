@@ -161,15 +161,11 @@ class LocalWeights(Holding):
     def _mark_closed(self) -> None:
         self.state = "draining"
 
-    def move_out(self, tier: str) -> None:
-        """Drop the references to the memory after a lower tier has copied the bytes. Call `close` first."""
-        self._move(PlacedChunks(self.layout, ()), tier)
+    def move(self, memory: PlacedChunks, tier: str) -> None:
+        """Use other memory with the same bytes, or drop the memory after a lower tier has copied the bytes.
 
-    def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
-        """Use `rows`, to which the bytes were copied back. Register the regions before other members read them."""
-        self._move(PlacedChunks(self.layout, rows, arenas), "")
-
-    def _move(self, memory: PlacedChunks, tier: str) -> None:
+        Call `close` before, and register the regions before other members read them.
+        """
         with self._spot_checks.digesting, self.lock:
             self.memory = memory
             self.regions = Regions(memory.place.regions)

@@ -370,7 +370,12 @@ class PeerServer:
                     answer_ready(exchange)
                     return _ANSWERED
                 case "GET", ["v1", "phases"]:
-                    self._check_phases_access(exchange)
+                    # The phases contain model names and errors. Do not accept the hub's token for them here, because a
+                    # caller could send the token to another process that now uses this port.
+                    if not (exchange.is_local or self._is_tls):
+                        message = "the phases are available on this process's Unix socket, or by TLS with a certificate"
+                        hint = "request them over the Unix socket or from the metrics endpoint"
+                        raise PermissionDenied(message, hint=hint)
                     exchange.prove()
                     self.phases.answer(exchange, query, exchange.peer)
                     return _ANSWERED
@@ -391,13 +396,6 @@ class PeerServer:
         # An unauthenticated caller must not occupy the connections that are reserved for members.
         exchange.prove()
         return value
-
-    def _check_phases_access(self, exchange: ServerExchange) -> None:
-        """Raise PermissionDenied for plain TCP, because the phases contain model names and errors."""
-        # Do not accept the hub's token here. A caller could send the token to another process that now uses this port.
-        if not (exchange.is_local or self._is_tls):
-            message = "the phases of this process are available on its Unix socket, or by TLS with a certificate"
-            raise PermissionDenied(message, hint="request them over the Unix socket or from the metrics endpoint")
 
     def _get(self, lease: str, name: str, query: Query) -> object:
         weights = self.leased(lease)

@@ -211,7 +211,12 @@ class StagingCopy(Closeable):
         """
         rest = None
         if self._served is not None:
-            self._check_mapped()
+            for memory in self._live:
+                if (live := memory_of(memory.address)) is not None and not live.is_mapped:
+                    message = (
+                        f"a failed flip left {memory.nbytes} bytes of the target on {memory.device} without memory"
+                    )
+                    raise DestinationError(message, mutated=True, hint="restart this engine")
             if self._rest[0] != part.key:
                 self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
             rest = self._rest[1]
@@ -231,13 +236,6 @@ class StagingCopy(Closeable):
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
             self._copies = {**kept, key: MemoryCopy(dst, src, strips)}
         return self._copies[key]
-
-    def _check_mapped(self) -> None:
-        for memory in self._live:
-            live = memory_of(memory.address)
-            if live is not None and not live.is_mapped:
-                message = f"a failed flip left {memory.nbytes} bytes of the target on {memory.device} without memory"
-                raise DestinationError(message, mutated=True, hint="restart this engine")
 
     def _exchange(self) -> None:
         assert self._served is not None

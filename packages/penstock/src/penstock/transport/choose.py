@@ -20,7 +20,13 @@ from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closeable
 from penstock.logs import log_named
 from penstock.transport.host_endpoint import is_within_reach
-from penstock.transport.into_device import DEVICE_TARGETS, PinnedTransport, StagedTransport
+from penstock.transport.into_device import (
+    DEVICE_TARGETS,
+    HOST_TARGET,
+    HostStagedTransport,
+    PinnedTransport,
+    StagedTransport,
+)
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
 from penstock.transport.shm import ShmTransport
@@ -177,14 +183,15 @@ class PeerLinks(Closeable):
                 raise
 
     def add_device_targets(self, driver: CudaDriver | None = None) -> None:
-        """If there is a CUDA driver, let these transports also read peers' host memory into devices."""
+        """If there is a CUDA driver, let these transports also read between host memory and devices."""
         for name, inner_name in DEVICE_TARGETS.items():
             inner = self.transports.get(inner_name)
             try:
                 if name == "pinned_shm" and isinstance(inner, ShmTransport):
                     self.transports[name] = PinnedTransport(inner, driver)
                 elif name != "pinned_shm" and inner is not None:
-                    self.transports[name] = StagedTransport(name, inner, driver)
+                    kind = HostStagedTransport if name == HOST_TARGET else StagedTransport
+                    self.transports[name] = kind(name, inner, driver)
             except ConfigError as error:
                 self.refused[name] = error.message
 
@@ -221,7 +228,9 @@ class PeerLinks(Closeable):
         """Return `registered` with handles of transports that can only fill the memory. Pin if `is_repeated`."""
         handles = dict(registered)
         for name, transport in self.transports.items():
-            if name not in handles and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
+            # `cuda_ipc` fills the pinned buffers of `staged_cuda_ipc` only.
+            others = {*handles, "cuda_ipc"} if is_repeated else {*handles, "cuda_ipc", "pinned_shm"}
+            if name not in others and isinstance(transport, Filling):
                 with contextlib.suppress(ConfigError):  # the transport does not reach this kind of memory
                     handles[name] = transport.register_into(memory)
         return handles
@@ -241,7 +250,9 @@ class PeerLinks(Closeable):
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
         # Give no reason for transports that are for the other kind of memory, or that extend a refused transport.
-        unnamed = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(DEVICE_TARGETS if on_host else ())}
+        unnamed = {"loopback", "shm", "pinned_shm", HOST_TARGET}
+        if on_host:
+            unnamed = {"loopback", "cuda_ipc", *DEVICE_TARGETS} - {HOST_TARGET if "cuda_ipc" in offered else ""}
         for name, offered_as, kind in _routes():
             if (kind.reach != "network" and not same_host) or (kind.reach == "process" and not same_process):
                 continue

@@ -1,10 +1,9 @@
 """Device memory of processes on one host. The reader's copy engines read the holder's memory, if needed over NVLink.
 
-The target is memory of a device, or host memory, which need not be pinned. Nothing runs on the holder's device. Memory
-from cudaMalloc (torch's default) has one 64-byte IPC handle per allocation. Virtual memory (torch's
-`expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is shared through a file
-descriptor. Only file descriptors cross PID namespaces, for example between containers, since an IPC handle contains a
-process id.
+Nothing runs on the holder's device. Memory from cudaMalloc (torch's default) has one 64-byte IPC handle per allocation.
+Virtual memory (torch's `expandable_segments`) consists of pieces of physical memory, 20 MiB each in torch, and each is
+shared through a file descriptor. Only file descriptors cross PID namespaces, for example between containers, since an
+IPC handle contains a process id.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from penstock.cuda.driver import IPC_HANDLE_BYTES, CudaDriver, StreamPools, load
 from penstock.errors import (
     ConfigError,
     DestinationError,
+    DeviceOutOfMemory,
     FormatError,
     PeerLost,
     PenstockError,
@@ -48,7 +49,6 @@ from penstock.transport.host_endpoint import (
 )
 from penstock.transport.protocol import (
     Descriptor,
-    Filling,
     Handle,
     Memory,
     PendingRead,
@@ -344,9 +344,7 @@ class CudaIpcTransport:
         return self._endpoint.register(memory, describe, keep=shared)
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle for any host memory, which a device fills. Raises Cancelled after `close`."""
-        if memory.device != "cpu":
-            raise ConfigError(f"memory on {memory.device} needs `register`")
+        """Return a handle for pinned host memory, which a device fills. See `HostStagedTransport` for other memory."""
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 
@@ -368,16 +366,14 @@ class CudaIpcTransport:
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         rows = segments.joined()
-        groups_of = partial(self._groups_of, rows, None, on_host=mine.memory.device == "cpu")
-        return self._post(mine, source, int(rows.nbytes.sum()), groups_of)
+        # Copy engines fill host memory. A kernel that copies short segments would need it mapped.
+        least = 0 if mine.memory.device == "cpu" else SHORT_BYTES
+        return self._post(mine, source, int(rows.nbytes.sum()), partial(self._groups_of, rows, None, least=least))
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
         """See `Striding`. Laying out the copies takes about 2 ms per GiB, once per pair of addresses."""
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        if mine.memory.device == "cpu":
-            # Kernels cannot write to host memory that is not pinned.
-            return self.post_read(into, source, rectangles.segments())
 
         def lay_out(ours: int, base: int, device: int) -> Sequence[_QueuedCopies]:
             # The same rectangles may be read into different memory, or from a peer that was mapped again.
@@ -399,10 +395,9 @@ class CudaIpcTransport:
     ) -> CudaRead:
         """Queue a read. `lay_out` receives the local address, the peer's mapped address, and the device."""
         payload = decode_payload(source, _DECODER)
-        device = self._device_for(mine.memory, source)
         claim = self._endpoint.claim(source, payload.page)
         # Map without the lock, since mapping takes milliseconds and may wait for the peer.
-        mapped = self._map(claim, payload, device) if nbytes else None
+        device, mapped = self._map_for(mine.memory, claim, payload) if nbytes else (0, None)
         with self._lock:
             self._endpoint.check_open()
             self.sweep()
@@ -428,13 +423,6 @@ class CudaIpcTransport:
                         self._in_flight.add(read)
         return read
 
-    def _device_for(self, into: Memory, source: Descriptor) -> int:
-        """Return the device that copies: the target's device, or for host memory the one with the holder's number."""
-        if into.device != "cpu":
-            return ordinal(into.device)
-        # The holder may number its devices differently. Any device that reaches the memory can copy it.
-        return min(ordinal(source.device), self._driver.num_devices() - 1)
-
     def reach(self, device: str, source: Descriptor) -> None:
         """See `Reaching`. Raises like `post_read`."""
         self._endpoint.check_theirs(source)
@@ -446,6 +434,22 @@ class CudaIpcTransport:
         with self._lock:
             self._reap()
             self._mapped.sweep()
+
+    def _map_for(self, into: Memory, claim: MemoryClaim, payload: CudaPayload) -> tuple[int, Mapped]:
+        """Map the memory for the target's device, or for host memory for a device that reaches the peer's memory."""
+        if into.device != "cpu":
+            device = ordinal(into.device)
+            return device, self._map(claim, payload, device)
+        # The holder may number its devices differently, so try its number first, among the devices in use here.
+        devices = list(range(self._driver.num_devices()))
+        devices.sort(key=lambda at: (not self._driver.has_context(at), f"cuda:{at}" != claim.source.device))
+        with self._lock:
+            if known := [(at, mapped) for at in devices if (mapped := self._mapped.get(claim, at)) is not None]:
+                return known[0]
+        for device in devices[:-1]:
+            with suppress(ConfigError, DeviceOutOfMemory):
+                return device, self._map(claim, payload, device)
+        return devices[-1], self._map(claim, payload, devices[-1])
 
     def _map(self, claim: MemoryClaim, payload: CudaPayload, device: int) -> Mapped:
         source = claim.source
@@ -479,20 +483,16 @@ class CudaIpcTransport:
         return mapped
 
     def _groups_of(
-        self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int, *, on_host: bool = False
+        self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int, least: int = SHORT_BYTES
     ) -> Iterator[_QueuedCopies]:
-        """Yield the copies in groups that alternate between the streams.
-
-        `on_host` says that the target is host memory, which kernels reach only if it is pinned. Queueing a copy into
-        memory that is not pinned waits for its bytes.
-        """
+        """Yield the copies in groups that alternate between the streams."""
         pool = self._streams.of(device)
         driver = self._driver
         for batch in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
             stream = pool.take_stream()
             queue = driver.lay_out_rectangles(batch, device, stream)
             yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(batch.nbytes.sum()))
-        short = rows.nbytes < (0 if on_host else SHORT_BYTES)
+        short = rows.nbytes < least
         short &= short.sum() >= MANY
         for is_short in (True, False):
             cut = rows[short == is_short].cut(GROUP_BYTES)
@@ -501,8 +501,7 @@ class CudaIpcTransport:
                 dst, src, nbytes = columns[0][group], columns[1][group], cut.nbytes[group].astype(np.uint64)
                 stream = pool.take_stream()
                 gather = partial(driver.gather, dst, src, nbytes, device, stream)
-                copy = partial(driver.copy, dst, src, nbytes, stream, may_wait=on_host or None, batched=not on_host)
-                queue = gather if is_short else copy
+                queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
                 yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
@@ -590,7 +589,6 @@ class CudaIpcTransport:
 
 
 _fits: type[Transport] = CudaIpcTransport
-_fills: type[Filling] = CudaIpcTransport
 _strides: type[Striding] = CudaIpcTransport
 _reaches: type[Reaching] = CudaIpcTransport
 _sweeps: type[Sweeping] = CudaIpcTransport

@@ -148,11 +148,6 @@ class Read:
             self._receiving.discard(wire)
             self.changed.notify_all()
 
-    def add_moved(self, nbytes: int) -> None:
-        """Count bytes that have arrived."""
-        with self.changed:
-            self.moved_bytes += nbytes
-
     def finish_part(self) -> None:
         """Record that a part has arrived with its trailer."""
         with self.changed:
@@ -407,7 +402,8 @@ class _Carrier:
     def _landed(self, part: ResponsePart, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
         self._peer.progress_at = time.monotonic()
         part.remove_front(nbytes)
-        part.read.add_moved(nbytes)
+        with part.read.changed:
+            part.read.moved_bytes += nbytes
         self._peer.choice.add_bytes(nbytes, wire_bytes, is_coded=is_coded)
 
 

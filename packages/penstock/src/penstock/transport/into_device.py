@@ -1,4 +1,4 @@
-"""Transports that read peers' host memory into device memory.
+"""Transports that read peers' host memory into device memory, and one that reads devices of this host into host memory.
 
 `StagedTransport` reads with an inner transport into pinned staging buffers, and copies from these buffers to the
 device. `PinnedTransport` maps and pins the peer's memory, and the device's copy engine reads it directly. Pinning takes
@@ -8,6 +8,7 @@ three times as long as a copy (pinning 0.053 s per GB, copies 55 GB/s: benchmark
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,8 +39,15 @@ from penstock.transport.protocol import (
 from penstock.transport.shm import ShmTransport
 from penstock.types import MIB
 
-DEVICE_TARGETS: Mapping[str, str] = {"pinned_shm": "shm", "staged_shm": "shm", "staged_http": "http"}
-"""Transports into device memory, nearest first, each with the transport whose descriptors it accepts."""
+HOST_TARGET = "staged_cuda_ipc"
+"""The transport from devices into host memory."""
+DEVICE_TARGETS: Mapping[str, str] = {
+    "pinned_shm": "shm",
+    "staged_shm": "shm",
+    "staged_http": "http",
+    HOST_TARGET: "cuda_ipc",
+}
+"""Transports into the other kind of memory, nearest first, each with the transport whose descriptors it accepts."""
 STAGE_BYTES = 16 * MIB
 """Size of a staging buffer: a chunk of a fetch."""
 NUM_BUFFERS = 4
@@ -203,15 +211,20 @@ class StagedTransport(IntoDevice):
     def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
         """Read a batch that fits one buffer, and copy it to the device. Raises like `wait`."""
         into.check_open()
-        pool = self._open_pool(ordinal(into.memory.device))
+        pool = self._open_pool(into.memory)
         buffer = pool.acquire(stall_s=stall_s)
+        inside: PendingRead | None = None
         try:
             at = np.cumsum(batch.nbytes) - batch.nbytes
             staged = Segments(src=batch.src, dst=at, nbytes=batch.nbytes)
             inside = self._inner.post_read(self._handle(buffer), source, staged)
             self._inner.wait(inside, stall_s=stall_s)
         except BaseException as error:
-            pool.release(buffer)
+            # A copy that a device has cannot be cancelled, so bytes may still arrive in the buffer.
+            if getattr(inside, "events", ()) or (inside is None and isinstance(error, DestinationError)):
+                never_freed.append((self, buffer))
+            else:
+                pool.release(buffer)
             if isinstance(error, PenstockError):
                 # Only the staging buffer was written.
                 error.mutated = False
@@ -221,11 +234,14 @@ class StagedTransport(IntoDevice):
         self.copy(into, buffer.address, rows, stall_s, keep=buffer)
         pool.release(buffer)
 
-    def _open_pool(self, device: int) -> StagingPool:
+    def _open_pool(self, into: Memory) -> StagingPool:
         # Pinned memory is scarce, and most processes never need staging.
         with self._lock:
             self._endpoint.check_open()
             if self._pool is None:
+                # Memory that is pinned for one device is pinned for all. Use a device that this process uses already.
+                in_use = filter(self._driver.has_context, range(self._driver.num_devices()))
+                device = next(in_use, 0) if into.device == "cpu" else ordinal(into.device)
                 registrar = _DeviceRegistrar(self._driver, device)
                 self._pool = StagingPool.map(NUM_BUFFERS * STAGE_BYTES, STAGE_BYTES, registrar=registrar)
             return self._pool
@@ -257,6 +273,23 @@ class StagedTransport(IntoDevice):
         self._close_streams()
         if pool is not None:
             pool.close()
+
+
+class HostStagedTransport(StagedTransport):
+    """See `Transport`. Reads devices of this host by `cuda_ipc` into staging buffers, and copies to any host memory."""
+
+    def register_into(self, memory: Memory) -> IntoHandle:
+        """Return a handle for reads into host memory. Raises ConfigError for other memory, Cancelled after `close`."""
+        if memory.device != "cpu":
+            raise ConfigError(f"{self.name} only fills host memory, not {memory.device}")
+        self._endpoint.check_open()
+        return IntoHandle(self._endpoint, memory)
+
+    def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
+        """Copy from a staging buffer at `base`."""
+        into.check_open()
+        for dst, src, nbytes in zip(rows.dst.tolist(), rows.src.tolist(), rows.nbytes.tolist(), strict=True):
+            ctypes.memmove(into.memory.address + dst, base + src, nbytes)
 
 
 class _Pinned:

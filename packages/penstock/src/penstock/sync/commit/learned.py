@@ -63,10 +63,6 @@ class KnownOutcomes(msgspec.Struct, frozen=True, kw_only=True):
         """Return the withdrawal of a version, if it is known."""
         return next((one for one in self.withdrawals if (one.epoch, one.version) == (epoch, version)), None)
 
-    def withdrawn_versions(self, epoch: str) -> tuple[int, ...]:
-        """Return the withdrawn versions of an epoch, the last known first."""
-        return tuple(one.version for one in reversed(self.withdrawals) if one.epoch == epoch)
-
     def refused(self, outcome: NotYet | Withdrawn | Granted) -> Withdrawn | None:
         """Return the withdrawal of the version in a planner's reply. A withdrawn version is never read again."""
         return outcome if isinstance(outcome, Withdrawn) else self.withdrawn(outcome.epoch, outcome.version)

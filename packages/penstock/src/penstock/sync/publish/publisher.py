@@ -256,7 +256,11 @@ class Publisher(Closeable):
             self._check(version)
             check_metadata(texts)
             self._finish_decision()
-            self._register_moved()
+            if self._registered.follow(self._end_version):
+                log.info("registered the parameters of %r again, because they moved", self.name)
+                # Report before the announcement, because planners find the layout by the digest that the hub lists.
+                self.member.report_now()
+                self._membership.look()
             ballot = msgspec.structs.replace(ballot, epoch=self._announcements.epoch)
             copy_s, outcome = self._run(ballot, version, texts)
             self._took_s = time.perf_counter() - begun
@@ -328,13 +332,6 @@ class Publisher(Closeable):
         if (why := self._pending[1].exception()) is not None:
             log.warning("the previous version of %r did not go live: %s", self.name, why)
         self._pending = None
-
-    def _register_moved(self) -> None:
-        if self._registered.follow(self._end_version):
-            log.info("registered the parameters of %r again, because they moved", self.name)
-            # Report before the announcement, because planners find the layout by the digest that the hub lists.
-            self.member.report_now()
-            self._membership.look()
 
     def _end_version(self) -> None:
         if self._state is not PublisherState.IDLE:

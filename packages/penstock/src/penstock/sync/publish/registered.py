@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import torch
@@ -129,7 +129,8 @@ class Registered(Closeable):
         rows = declared(self._params)
         require_same(self._rows, rows)
         regions_of(rows)  # raises an error for tensors without memory
-        if is_there and _are_in_place(self._rows, rows):
+        pairs = zip(self._rows, rows, strict=True)
+        if is_there and all(a.name == b.name and a.form == b.form and is_at(a.tensor, b.tensor) for a, b in pairs):
             # The objects are new but their memory is the same, for example after FSDP2 has resharded the parameters.
             self._placed.refresh()
             return False
@@ -200,11 +201,4 @@ def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
         f"tensors changed their dtype or shape, disappeared or appeared since the publisher was created: {some}",
         tensor=names[0],
         hint="close this publisher and create a new one with the current tensors",
-    )
-
-
-def _are_in_place(before: Sequence[ShardRow], now: Sequence[ShardRow]) -> bool:
-    return all(
-        mine.name == other.name and mine.form == other.form and is_at(mine.tensor, other.tensor)
-        for mine, other in zip(before, now, strict=True)
     )

@@ -216,9 +216,8 @@ class SourceRead(msgspec.Struct, eq=False, dict=True):
         # Check only the first read, because a step's regions are nearly always on one device.
         theirs, ours, _ = step.reads[0]
         offers = self.link.map.regions[theirs], self.into.handles(ours)
-        device = self.into.memories[ours].device
         is_near = self.link.same_host and all("cuda_ipc" in by_transport for by_transport in offers)
-        return device if is_near and device != "cpu" else None
+        return self.into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
         """Return the source's digests when they are ready. Raise SourceStalled, or Cancelled once `is_over` is True."""

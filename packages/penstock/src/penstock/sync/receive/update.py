@@ -447,7 +447,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             without=tuple(lost.errors),
             can_wait=self.options.staged,
             wants_check=self.options.has_check,
-            refused=self.known.withdrawn_versions(planner.state.epoch),
+            refused=tuple(one.version for one in reversed(self.known.withdrawals) if one.epoch == planner.state.epoch),
             is_ahead=is_ahead,
             is_outdated=self._is_outdated,
         )
