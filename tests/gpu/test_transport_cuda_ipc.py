@@ -14,7 +14,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.rehome import rehome
 from penstock.testing.transport_suite import TransportTests, segments
 from penstock.transport.cuda_ipc import CudaIpcTransport
-from penstock.transport.into_device import HostStagedTransport
+from penstock.transport.into_device import IntoHost
 from penstock.transport.protocol import Memory, Transport
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_second_process_reads_device_memory(reader, device: str, env) -> None:
 
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
 def test_device_memory_is_read_into_host_memory(reader, env) -> None:
-    staged = HostStagedTransport("staged_cuda_ipc", reader[0])
+    staged = IntoHost("staged_cuda_ipc", reader[0])
     host = np.zeros(NBYTES + 1, np.uint8)
     into = staged.register_into(Memory(address=host.ctypes.data + 1, nbytes=NBYTES, owner=host))
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env=env) as holder:

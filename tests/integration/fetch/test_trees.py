@@ -165,7 +165,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
     has_stalled = threading.Event()
 
     def slow_verify(fetch: FetchRun) -> None:
-        member = fetch._member.id
+        member = fetch.hub.member.id
         orders = hosts.orders.get(member, ())
         # Return the first receiver directly below the holder, through which half of the chunks reach half of the fleet.
         if not stalled and orders and hosts.holder in {order[0] for order in orders}:

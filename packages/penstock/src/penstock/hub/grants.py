@@ -104,7 +104,9 @@ class GrantSigner:
         grants = {}
         for source, epoch in epochs.items():
             fields = (key, reader, source, epoch, os.urandom(12))
-            named = (self._caller_at(source, caller),) if accepts_callers(spoken[source]) else ()
+            # The name differs at each source, so that no source learns a token's name or its use at other sources.
+            name = blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
+            named = (name,) if accepts_callers(spoken[source]) else ()
             # Encode a `Grant` without the field that the source does not know.
             grants[source] = msgspec.msgpack.encode((*fields, *named))
         # Check the log level first, because a hub without an audit log may issue thousands of grants a second.
@@ -119,11 +121,6 @@ class GrantSigner:
             head = self._private.sign(_TOGETHER + digests) + bytes([len(group)]) + digests
             grants |= {source: head + grants[source] for source in group}
         return grants | {source: self._private.sign(_ALONE + grants[source]) + grants[source] for source in alone}
-
-    def _caller_at(self, source: str, caller: str) -> str:
-        """Return the name by which a source counts a caller's leases."""
-        # The name differs at each source, so that no source learns a token's name or its use at other sources.
-        return blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
 
 
 class _Epoch(msgspec.Struct):

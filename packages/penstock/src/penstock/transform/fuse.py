@@ -122,8 +122,7 @@ class Fusion(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             BLOCK_ROWS=self.form.block[0],
             BLOCK_COLS=self.form.block[1] or cols,
             STRIP=self.form.block[1] == WHOLE,
-            # Newer devices have instructions that round to FP8.
-            NATIVE=device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE,
+            NATIVE=has_native_codes(device),
         )
 
     def _wholes(self) -> None:
@@ -137,6 +136,11 @@ class Fusion(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         top = torch.where(amax.isfinite(), whole_scale(amax), math.nan)
         # Copying thousands of scales one by one would require a launch for each.
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
+
+
+def has_native_codes(device: torch.device) -> bool:
+    """Return whether the device has instructions that round to FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE
 
 
 def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:

@@ -20,13 +20,7 @@ from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closeable
 from penstock.logs import log_named
 from penstock.transport.host_endpoint import is_within_reach
-from penstock.transport.into_device import (
-    DEVICE_TARGETS,
-    HOST_TARGET,
-    HostStagedTransport,
-    PinnedTransport,
-    StagedTransport,
-)
+from penstock.transport.into_device import DEVICE_TARGETS, HOST_TARGET, IntoHost, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
 from penstock.transport.shm import ShmTransport
@@ -190,7 +184,7 @@ class PeerLinks(Closeable):
                 if name == "pinned_shm" and isinstance(inner, ShmTransport):
                     self.transports[name] = PinnedTransport(inner, driver)
                 elif name != "pinned_shm" and inner is not None:
-                    kind = HostStagedTransport if name == HOST_TARGET else StagedTransport
+                    kind = IntoHost if name == HOST_TARGET else StagedTransport
                     self.transports[name] = kind(name, inner, driver)
             except ConfigError as error:
                 self.refused[name] = error.message

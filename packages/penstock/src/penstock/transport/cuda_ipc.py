@@ -344,7 +344,7 @@ class CudaIpcTransport:
         return self._endpoint.register(memory, describe, keep=shared)
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle for pinned host memory, which a device fills. See `HostStagedTransport` for other memory."""
+        """Return a handle for pinned host memory, which a device fills. See `IntoHost` for other memory."""
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 

@@ -40,7 +40,6 @@ from penstock.transport.shm import ShmTransport
 from penstock.types import MIB
 
 HOST_TARGET = "staged_cuda_ipc"
-"""The transport from devices into host memory."""
 DEVICE_TARGETS: Mapping[str, str] = {
     "pinned_shm": "shm",
     "staged_shm": "shm",
@@ -240,8 +239,10 @@ class StagedTransport(IntoDevice):
             self._endpoint.check_open()
             if self._pool is None:
                 # Memory that is pinned for one device is pinned for all. Use a device that this process uses already.
-                in_use = filter(self._driver.has_context, range(self._driver.num_devices()))
-                device = next(in_use, 0) if into.device == "cpu" else ordinal(into.device)
+                if into.device == "cpu":
+                    device = next(filter(self._driver.has_context, range(self._driver.num_devices())), 0)
+                else:
+                    device = ordinal(into.device)
                 registrar = _DeviceRegistrar(self._driver, device)
                 self._pool = StagingPool.map(NUM_BUFFERS * STAGE_BYTES, STAGE_BYTES, registrar=registrar)
             return self._pool
@@ -275,7 +276,7 @@ class StagedTransport(IntoDevice):
             pool.close()
 
 
-class HostStagedTransport(StagedTransport):
+class IntoHost(StagedTransport):
     """See `Transport`. Reads devices of this host by `cuda_ipc` into staging buffers, and copies to any host memory."""
 
     def register_into(self, memory: Memory) -> IntoHandle:
