@@ -8,7 +8,7 @@ not the 40 s of a whole start. Files are in tmpfs, and the ways take turns.
 
 `weights` are the seconds of all tensors, as in vLLM's line "Loading weights took". `first` is the wait for the first
 tensor, `waits` are those for the others, and `loop` is the rest: vLLM's loop, which copies each tensor into its
-parameter. `--samples` prints the most frequent stacks of all threads, which slows the load by a tenth.
+parameter. `--samples` prints the most frequent stacks of all threads, which slows the load.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class HostReader:
     def __init__(self, memory: bytearray) -> None:
         self.driver = FakeCuda()
         self.links = PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(self.driver), "shm": ShmTransport})
-        self.links.add_device_targets(self.driver)
+        self.links.add_derived(self.driver)
         self.memory = np.frombuffer(memory, np.uint8)[1:]
         address = int(self.memory.ctypes.data)
         self.into = self.links.register_into(Memory(address=address, nbytes=NBYTES, owner=memory), {})

@@ -194,7 +194,7 @@ def test_unpinnable_memory_raises_destination_error(reader, holder, monkeypatch:
 def test_sync_stages_unpinnable_memory_and_reports_reason(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
     driver = FakeCuda()
     with PeerLinks({"shm": ShmTransport}) as links:
-        links.add_device_targets(driver)
+        links.add_derived(driver)
         memory = driver.allocate(NBYTES)
         handles = links.register_into(memory, {}, is_repeated=True)
         given = ({"shm": encode(holder.descriptor)},)
@@ -222,7 +222,7 @@ def test_device_read_from_host_cache_selects_matching_transport(inner: str, same
     kept = Memory(address=arena.address, nbytes=100, owner=arena)
     makers = {"cuda_ipc": lambda: CudaIpcTransport(driver), "shm": ShmTransport, "http": HttpTransport.open}
     with PeerLinks({"shm": ShmTransport, "http": HttpTransport.open}) as keeper, PeerLinks(makers) as engine:
-        engine.add_device_targets(driver)
+        engine.add_derived(driver)
         offered = {name: encode(handle.descriptor) for name, handle in keeper.register(kept).items()}
         memory = driver.allocate(100)
         ours = engine.register_into(memory, engine.register(memory))

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, MissingExtra, PlanError
 from penstock.lifecycle import Closeable
 from penstock.logs import log_named
 from penstock.transport.host_endpoint import is_within_reach
-from penstock.transport.into_device import DEVICE_TARGETS, HOST_TARGET, IntoHost, PinnedTransport, StagedTransport
+from penstock.transport.into_device import DERIVED, HOST_TARGET, IntoHost, PinnedTransport, StagedTransport
 from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
 from penstock.transport.shm import ShmTransport
@@ -157,7 +157,7 @@ def _routes() -> Iterator[tuple[str, str, TransportKind]]:
     """Yield the name of each transport, nearest first, with the transport whose descriptor the peer must offer."""
     for kind in transport_kinds():
         yield kind.name, kind.name, kind
-        yield from ((name, inner, kind) for name, inner in DEVICE_TARGETS.items() if inner == kind.name)
+        yield from ((name, inner, kind) for name, inner in DERIVED.items() if inner == kind.name)
 
 
 class PeerLinks(Closeable):
@@ -176,9 +176,9 @@ class PeerLinks(Closeable):
                 self.close()
                 raise
 
-    def add_device_targets(self, driver: CudaDriver | None = None) -> None:
+    def add_derived(self, driver: CudaDriver | None = None) -> None:
         """If there is a CUDA driver, let these transports also read between host memory and devices."""
-        for name, inner_name in DEVICE_TARGETS.items():
+        for name, inner_name in DERIVED.items():
             inner = self.transports.get(inner_name)
             try:
                 if name == "pinned_shm" and isinstance(inner, ShmTransport):
@@ -190,9 +190,9 @@ class PeerLinks(Closeable):
                 self.refused[name] = error.message
 
     def reach(self, name: str) -> Reach:
-        """Return the reach of a transport, or of the inner transport if the transport fills device memory."""
+        """Return the reach of a transport, or of the transport from which it is derived."""
         transport_kinds()
-        return _kinds[DEVICE_TARGETS.get(name, name)].reach
+        return _kinds[DERIVED.get(name, name)].reach
 
     def register(self, memory: Memory, *, reach: Reach | None = None) -> dict[str, Handle]:
         """Register memory with all transports of this reach that accept it. Raise ConfigError if no transport does."""
@@ -246,7 +246,7 @@ class PeerLinks(Closeable):
         # Give no reason for transports that are for the other kind of memory, or that extend a refused transport.
         unnamed = {"loopback", "shm", "pinned_shm", HOST_TARGET}
         if on_host:
-            unnamed = {"loopback", "cuda_ipc", *DEVICE_TARGETS} - {HOST_TARGET if "cuda_ipc" in offered else ""}
+            unnamed = {"loopback", "cuda_ipc", *DERIVED} - {HOST_TARGET if "cuda_ipc" in offered else ""}
         for name, offered_as, kind in _routes():
             if (kind.reach != "network" and not same_host) or (kind.reach == "process" and not same_process):
                 continue
@@ -275,7 +275,7 @@ class PeerLinks(Closeable):
 
     def _missing(self, name: str, ours: Mapping[str, Handle]) -> str:
         if name in ours:
-            return f"the peer does not offer {DEVICE_TARGETS.get(name, 'it')}"
+            return f"the peer does not offer {DERIVED.get(name, 'it')}"
         if name in self.transports:
             return "it cannot reach our memory"
         return self.refused.get(name, "it is not open in this process")
@@ -322,6 +322,6 @@ def open_links(
         else:
             makers[name] = functools.partial(kind.open, setup)
     links = PeerLinks(makers)
-    links.add_device_targets()
+    links.add_derived()
     links.refused |= refused
     return links

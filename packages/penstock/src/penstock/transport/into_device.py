@@ -40,13 +40,13 @@ from penstock.transport.shm import ShmTransport
 from penstock.types import MIB
 
 HOST_TARGET = "staged_cuda_ipc"
-DEVICE_TARGETS: Mapping[str, str] = {
+DERIVED: Mapping[str, str] = {
     "pinned_shm": "shm",
     "staged_shm": "shm",
     "staged_http": "http",
     HOST_TARGET: "cuda_ipc",
 }
-"""Transports into the other kind of memory, nearest first, each with the transport whose descriptors it accepts."""
+"""Transports between host memory and devices, nearest first, each with the transport whose descriptors it accepts."""
 STAGE_BYTES = 16 * MIB
 """Size of a staging buffer: a chunk of a fetch."""
 NUM_BUFFERS = 4
