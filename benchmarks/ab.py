@@ -7,7 +7,7 @@ Not here: the rows themselves (`ab_rows`).
 Each commit gets a git worktree below a temporary directory. Runs go old, new, new, old, so that a drift of the machine
 meets both alike. Every run is a new process with PYTHONPATH at the sources of its tree, `src/` or `packages/*/src/`. A
 row that is slower by more than `LIMIT` is measured again with as many runs, and is lost if it is slower again. The rows
-that need a device run where CUDA is present.
+that need a device run where CUDA is present, all of them in one process.
 """
 
 from __future__ import annotations
@@ -67,42 +67,50 @@ def write_data(directory: Path, *, large_mib: int = LARGE_MIB, num_small: int = 
     save_file(small, directory / "small" / "model.safetensors")
 
 
-def run(row: str, tree: Path, data: Path) -> float:
-    """Return the seconds of a row in a new process that imports `tree`."""
+def run(rows: Sequence[str], tree: Path, data: Path) -> dict[str, float]:
+    """Return the seconds of each row, measured in a new process that imports `tree`."""
     roots = source_roots(tree)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, roots), *ELSEWHERE]), "PENSTOCK_PROGRESS": "0"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "ab_rows.py"), row, str(data)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "ab_rows.py"), ",".join(rows), str(data)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     if not any(Path(result["file"]).is_relative_to(root) for root in roots):
-        raise SystemExit(f"{row} measured {result['file']}, which is not in {tree}")
-    return float(result["seconds"])
+        raise SystemExit(f"{', '.join(rows)}: measured {result['file']}, which is not in {tree}")
+    seconds: dict[str, float] = result["seconds"]
+    return seconds
 
 
-def measure(row: str, trees: Sequence[Path], data: Path, n: int) -> tuple[float, str]:
-    """Run a row `n` times in each tree, in turns; return the ratio of the medians, and a line."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def measure(rows: Sequence[str], trees: Sequence[Path], data: Path, n: int) -> dict[str, tuple[float, str]]:
+    """Run rows `n` times in each tree, in turns. Return for each row the ratio of the medians, and a line."""
+    seconds: dict[str, tuple[list[float], list[float]]] = {row: ([], []) for row in rows}
     for turn in range(n):
         for side in (0, 1) if turn % 2 == 0 else (1, 0):
-            seconds[side].append(run(row, trees[side], data))
-    old, new = map(statistics.median, seconds)
-    shown = "  ".join(
-        f"{word} {statistics.median(times) * 1e3:8.1f} ms ({min(times) * 1e3:.1f}-{max(times) * 1e3:.1f})"
-        for word, times in zip(("old", "new"), seconds, strict=True)
-    )
-    return new / old, f"{row:<10} {shown}  ratio {new / old:.3f}  n {n}"
+            for row, taken in run(rows, trees[side], data).items():
+                seconds[row][side].append(taken)
+    found = {}
+    for row, sides in seconds.items():
+        old, new = map(statistics.median, sides)
+        shown = "  ".join(
+            f"{word} {statistics.median(times) * 1e3:8.1f} ms ({min(times) * 1e3:.1f}-{max(times) * 1e3:.1f})"
+            for word, times in zip(("old", "new"), sides, strict=True)
+        )
+        found[row] = new / old, f"{row:<16} {shown}  ratio {new / old:.3f}  n {n}"
+    return found
 
 
 def compare(rows: Sequence[str], trees: Sequence[Path], data: Path, n: int) -> list[str]:
     """Print each row; return those that are slower than the limit twice."""
     lost = []
-    for row in rows:
-        ratio, line = measure(row, trees, data, n)
-        print(line, flush=True)
-        if ratio > LIMIT:
-            ratio, line = measure(row, trees, data, n)
-            print(f"{line}  (again)", flush=True)
-            lost += [row] * (ratio > LIMIT)
+    on_device = [row for row in rows if row in DEVICE_ROWS]
+    for group in [*([row] for row in rows if row not in on_device), *([on_device] if on_device else [])]:
+        slower = []
+        for row, (ratio, line) in measure(group, trees, data, n).items():
+            print(line, flush=True)
+            slower += [row] * (ratio > LIMIT)
+        if slower:
+            for row, (ratio, line) in measure(slower, trees, data, n).items():
+                print(f"{line}  (again)", flush=True)
+                lost += [row] * (ratio > LIMIT)
     return lost
 
 

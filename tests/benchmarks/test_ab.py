@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,10 @@ def test_row_slower_in_both_runs_counts_as_regression(
 ) -> None:
     calls: list[str] = []
 
-    def run(row: str, tree: Path, data: Path) -> float:
+    def run(rows: Sequence[str], tree: Path, data: Path) -> dict[str, float]:
         calls.append(tree.name)
         slower = 1.10 if len(calls) <= 12 else second
-        return slower if tree.name == "new" else 1.0
+        return dict.fromkeys(rows, slower if tree.name == "new" else 1.0)
 
     monkeypatch.setattr(ab, "run", run)
     assert ab.compare(["load"], (Path("old"), Path("new")), Path(), 6) == lost
@@ -44,7 +45,7 @@ def test_run_from_another_worktree_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     ab.write_data(tmp_path, large_mib=16, num_small=1)
     with pytest.raises((SystemExit, subprocess.CalledProcessError)):
-        ab.run("load", tmp_path, tmp_path)
+        ab.run(["load"], tmp_path, tmp_path)
 
 
 def test_unknown_public_name_error_mentions_names_table(monkeypatch: pytest.MonkeyPatch) -> None:
