@@ -168,6 +168,33 @@ def test_reads_in_flight_are_limited(make: Callable[..., Bench], limits_workers:
     assert most == NUM_READS + (READS_AHEAD if limits_workers else 0)
 
 
+def test_workers_get_new_reads_before_batch_is_copied(make: Callable[..., Bench]) -> None:
+    bench = make()
+    events: list[str] = []
+    queue_read, wait = bench.ring.queue_read, bench.ring.wait
+
+    def queue(fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
+        events.append("queue")
+        queue_read(fd, offset, address, nbytes, token)
+
+    def complete(timeout_s: float) -> list[tuple[int, int]]:
+        completed = wait(timeout_s)
+        if "batch" in events:
+            events.append("submit")
+            return completed
+        while len(completed) < NUM_READS + READS_AHEAD:
+            completed += wait(timeout_s)
+        events.append("batch")
+        return completed
+
+    bench.ring.queue_read, bench.ring.wait = queue, complete  # type: ignore[method-assign]
+    bench.place.on_copy = lambda number: events.append("copy")
+    list(bench.start().slabs())
+    after = events[events.index("batch") + 1 :]
+    # The pool has two spare buffers, so two reads start before the second of the seven copies.
+    assert after[:2] == ["copy", "queue"] and "submit" in after[: after.index("copy", 1)], after[:8]
+
+
 def test_bytes_from_memory_source_are_copied_by_ring_thread(make: Callable[..., Bench]) -> None:
     bench = make(1, memory_nbytes=10 * CHUNK)
     threads = set()

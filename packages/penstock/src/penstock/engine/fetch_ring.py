@@ -96,12 +96,14 @@ class RingFetch:
         self._state = threading.Condition()
         self._closed = False
         self._reads: dict[int, _RingRead] = {}
+        # Completed reads whose bytes are still in their buffers.
+        self._arrived: deque[tuple[_RingRead, int, float]] = deque()
         self._is_lost = False
         self._thread: threading.Thread | None = None
 
     def is_busy(self) -> bool:
         """Return whether a read or a copy is in flight."""
-        return bool(self._reads) or self._threads.is_busy() or self.place.is_busy()
+        return bool(self._reads or self._arrived) or self._threads.is_busy() or self.place.is_busy()
 
     def start(self, items: Iterable[RingItem]) -> None:
         """Execute all items in order. The ring's thread takes an item when the ring has a free entry. Call it once."""
@@ -139,17 +141,22 @@ class RingFetch:
 
     def _carry_out(self) -> None:
         while True:
-            self._submit()
+            # First release buffers and start reads, so that the kernel's workers do not wait for the copies of a batch
+            # of completed reads. This thread is sometimes not scheduled for a millisecond, in which all reads complete.
             is_placing = self.place.turn()
+            self._submit()
             if self._reads:
                 # Wait only briefly while a device copies, because every released buffer lets another read start.
-                self._complete(POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
-                continue
-            with self._state:
-                if self._next is None and not self.place.has_items():
-                    if self._closed and not is_placing:
-                        return
-                    self._state.wait(POLL_S if is_placing else _WAIT_S)
+                is_busy = is_placing or self._threads.is_busy()
+                self._complete(0.0 if self._arrived else POLL_S if is_busy else _WAIT_S)
+            if self._arrived:
+                guarded(self._ticket, partial(self._end_read, *self._arrived.popleft()))
+            elif not self._reads:
+                with self._state:
+                    if self._next is None and not self.place.has_items():
+                        if self._closed and not self.place.is_busy():
+                            return
+                        self._state.wait(POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
         while len(self._reads) < self._depth:
@@ -169,7 +176,7 @@ class RingFetch:
             elif why_later:
                 self._next = item
                 # If reads are in flight, `_complete` waits for their ends, so do not wait here.
-                if not self._reads:
+                if not self._reads and not self._arrived:
                     is_idle = why_later == "held" and not self.place.is_busy() and not self.place.has_items()
                     with self._state:
                         self._state.wait(_WAIT_S if is_idle else POLL_S)
@@ -183,12 +190,14 @@ class RingFetch:
         if read is None:
             self._threads.post(item)
             return ""
-        token = next(self._tokens)
-        in_flight = _RingRead(item, read, time.perf_counter())
-        self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
+        self._queue(_RingRead(item, read, time.perf_counter()))
+        return ""
+
+    def _queue(self, in_flight: _RingRead) -> None:
+        read, at, token = in_flight.read, in_flight.num_read, next(self._tokens)
+        self._ring.queue_read(read.fd, read.offset + at, read.address + at, read.nbytes - at, token)
         # Store the read last, because a read that could not be queued never completes.
         self._reads[token] = in_flight
-        return ""
 
     def _complete(self, timeout_s: float) -> None:
         try:
@@ -201,20 +210,12 @@ class RingFetch:
             if now - in_flight.start > self._stall_s:
                 # Do not abandon the item, because the kernel may still write to its buffer.
                 self._ticket.fail(SourceStalled(f"{in_flight.item.name}: no byte for {self._stall_s} s"))
-        for token, result in completions:
-            # Guard each completion separately, so that an error does not drop the other completions.
-            guarded(self._ticket, partial(self._end_read, token, result, now))
+        self._arrived.extend((self._reads.pop(token), result, now) for token, result in completions)
 
-    def _end_read(self, token: int, result: int, now: float) -> None:
-        in_flight = self._reads.pop(token)
+    def _end_read(self, in_flight: _RingRead, result: int, now: float) -> None:
         if result > 0 and in_flight.num_read + result < in_flight.read.nbytes:
-            # Queue the rest of a short read under the same token.
             in_flight.num_read += result
-            at, left = in_flight.num_read, in_flight.read.nbytes - in_flight.num_read
-            self._ring.queue_read(
-                in_flight.read.fd, in_flight.read.offset + at, in_flight.read.address + at, left, token
-            )
-            self._reads[token] = in_flight
+            self._queue(in_flight)  # the rest of a short read
             return
         item = in_flight.item
         if result <= 0:

@@ -126,10 +126,10 @@ class Uring:
         Returns:
             Completed reads as (token, result). The result is the number of bytes read, or a negative errno.
         """
-        is_complete = self._words[self._cq_head] != self._words[self._cq_tail]
-        if is_complete and not self._unsubmitted:
+        is_ready = not timeout_s or self._words[self._cq_head] != self._words[self._cq_tail]
+        if is_ready and not self._unsubmitted:
             return self._reap()
-        if is_complete:
+        if is_ready:
             # Submitting does not block, because min_complete is 0 and all reads use workers, so keep the GIL.
             done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
         else:
