@@ -430,6 +430,26 @@ class TestErrors:
             assert isinstance(caught.value, NotFound)
             assert caught.value.tensor == "nope"
 
+    @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this build of torch has CUDA")
+    @pytest.mark.parametrize("device", ["cuda:99", "cuda", 0])
+    def test_build_without_cuda_raises_class_of_safetensors_at_first_tensor(
+        self, file: Path, device: str | int
+    ) -> None:
+        def take(opened: Any) -> None:
+            opened.get_tensor("cube")
+
+        def take_slice(opened: Any) -> None:
+            opened.get_slice("cube")[:1]
+
+        for call in (take, take_slice):
+            with safetensors.safe_open(file, "pt", device=device) as opened, pytest.raises(Exception) as theirs:
+                call(opened)
+            with safe_open(file, "pt", device=device) as opened, pytest.raises(type(theirs.value)) as caught:
+                call(opened)
+            assert isinstance(caught.value, ConfigError) and "install torch for CUDA" in caught.value.hint
+        with pytest.raises(RuntimeError):
+            load_file(file, device=device)
+
     def test_call_on_closed_file_raises(self, file: Path) -> None:
         with safe_open(file) as f:
             pass

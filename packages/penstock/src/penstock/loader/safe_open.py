@@ -583,13 +583,8 @@ def _device(device: str | int | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cpu")
     try:
-        if isinstance(device, int):
-            place = torch.device("cuda", device)
-        elif isinstance(device, str | torch.device):
-            place = torch.device(device)
-        else:
-            raise ConfigError(f"device {device} is invalid", hint=DEVICES_HINT)
-    except RuntimeError as error:
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {device} is invalid", hint=DEVICES_HINT) from error
     if place.type == "meta":
         raise ConfigError(f"device {device} is invalid", hint="use `inspect` for shapes. Meta tensors have no bytes")
@@ -615,6 +610,11 @@ def _as_safetensors_raises() -> Iterator[None]:
         yield
     except PenstockError as error:
         raise _compatible(error) from error.__cause__
+    except AssertionError as error:
+        if not str(error).startswith("Torch not compiled with CUDA"):
+            raise
+        hint = 'use device="cpu", or install torch for CUDA'
+        raise also(ConfigError("this build of torch has no CUDA", hint=hint), RuntimeError, AssertionError) from error
 
 
 def _compatible(error: PenstockError) -> PenstockError:
