@@ -1,7 +1,7 @@
 """A vLLM worker extension that destroys the weights, as a sleep of level 2 does on a GPU.
 
-vLLM's CPU workers ignore sleep, so a test destroys the weights itself. Buffers stay, because vLLM restores them.
-On a GPU a test destroys the copies that vLLM makes in host memory.
+vLLM's CPU workers ignore sleep, so a test destroys the weights itself. At level 2 buffers stay, because vLLM restores
+them. On a GPU a test destroys the copies that vLLM makes in host memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,15 @@ class Poison:
             # The CPU backend keeps the weights of linear layers packed and inaccessible, so scale them instead.
             if (linear := vars(layer).get("cpu_linear")) is not None:
                 layer.cpu_linear = _scaled(linear)
+                count += 1
+        return count
+
+    def poison_buffers(self) -> int:
+        """Destroy all buffers, as a damaged copy in host memory does at level 1. Return the number of buffers."""
+        count = 0
+        for buffer in self.model_runner.get_model().buffers():  # type: ignore[attr-defined]
+            if buffer.numel() and buffer.is_floating_point():
+                buffer.copy_(torch.randn_like(buffer.float()).to(buffer.dtype))
                 count += 1
         return count
 

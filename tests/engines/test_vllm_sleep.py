@@ -75,6 +75,10 @@ class Engine:
         assert self.version() == "none"
         if not ON_GPU:
             self.poison()
+            if level == 1:
+                # Llama has the table of its rotary embedding.
+                told = self.server.post("/collective_rpc", method="poison_buffers")["results"]
+                assert [int(count) > 0 for count in told] == [True] * NUM_WORKERS
             return
         # vLLM's allocator has unmapped the weights, and at level 1 copied them to the host.
         told = self.server.post("/collective_rpc", method="poison_backups")["results"]

@@ -36,8 +36,14 @@ class Server:
     def post(self, path: str, **body: Any) -> Any:
         """Return the answer. Raise AssertionError if the route reports an error."""
         status, answer = self.ask(path, **body)
-        assert status == 200, (path, status, answer, self.log.read_text()[-4000:])
+        assert status == 200, (path, status, answer, self.errors())
         return answer
+
+    def errors(self) -> str:
+        """Return the end of the log, after the first errors of the engine's process, which explain the others."""
+        lines = self.log.read_text().splitlines()
+        engine = [line for line in lines if "(EngineCore" in line and " ERROR " in line]
+        return "\n".join([*engine[:60], *lines[-30:]])
 
     def ask(self, path: str, **body: Any) -> tuple[int, Any]:
         data = json.dumps(body).encode()

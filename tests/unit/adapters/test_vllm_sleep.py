@@ -93,6 +93,23 @@ def test_weights_changed_during_sleep_are_reloaded(worker: Any) -> None:
     assert torch.equal(worker.execute_model(torch.ones(8)), before)
 
 
+@pytest.mark.parametrize("tags", [[None], [["weights"], ["kv_cache"]]])
+def test_damaged_buffers_are_restored_with_weights(worker: Any, tags: list[list[str] | None]) -> None:
+    # The loader does not fill it, as a table of rotary embeddings.
+    worker.model.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def damage() -> None:
+        with torch.no_grad():
+            worker.model[2].bias.fill_(1.0)
+            worker.model.table.fill_(float("nan"))
+
+    worker.damage = damage
+    worker.sleep(1)
+    for each in tags:
+        worker.wake_up(each)
+    assert worker.model.table.tolist() == list(range(8))
+
+
 @pytest.mark.parametrize("load_format", ["penstock", "auto"])
 def test_engine_without_weight_versions_can_sleep(load_format: str) -> None:
     class Core:

@@ -107,7 +107,7 @@ class WorkerSleep:
         self._asleep: set[str] = set()
         self._level = 0
         self._digests: Any = None
-        # Parameters that no version fills, each with a copy of its value. vLLM preserves only buffers.
+        # Tensors that no version fills, each with a copy of its value.
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_installed = 0
         self._version_after = ""
@@ -141,11 +141,12 @@ class WorkerSleep:
         if self.is_whole:
             self._num_installed = 0 if engine is None else engine.num_installed
             self._version_after = ""
-            self._digests = None
+            self._digests = _digests(self._model()) if level == 1 else None
+            kept: list[torch.Tensor] = [] if engine is None else engine.not_installed()
             if level == 1:
-                self._digests = _digests(self._model())
-            elif engine is not None:
-                self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in engine.not_installed()]
+                # At level 2, vLLM itself preserves the buffers. At level 1, its copy of them may be damaged.
+                kept = [*kept, *self._model().buffers()]
+            self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in kept]
         self.is_whole = False
         self._level, self._asleep = level, set(_TAGS)
         if engine is not None:
@@ -162,6 +163,11 @@ class WorkerSleep:
         """
         original(tags, *arguments, **named)
         woken = set(_TAGS) if tags is None else set(tags)
+        if "weights" in woken & self._asleep:
+            # Do this before anyone else can fill the weights.
+            with _no_grad():
+                for tensor, value in self._kept:
+                    tensor.copy_(value)
         is_at_once = woken >= self._asleep
         self._asleep -= woken
         if self._asleep or self.is_whole:
@@ -183,9 +189,6 @@ class WorkerSleep:
             return
         if self._level == 1:
             _log("the weights that vLLM copied back from the host differ from those before the sleep, receiving again")
-        with _no_grad():
-            for tensor, value in self._kept:
-                tensor.copy_(value)
         if engine is not None and engine.installed >= 0:
             engine.bring_back()
             self._whole(str(engine.installed))
