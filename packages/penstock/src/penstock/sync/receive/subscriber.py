@@ -500,8 +500,8 @@ class Subscriber(Closeable):
 
     def _receive(self, version: int | None, timeout_s: float | None, pause: Pause) -> Staged:
         require_version(version)
-        grace_s = self._timing.version_grace_s
-        begun = time.monotonic()
+        grace_s, pause_s = self._timing.version_grace_s, self._timing.version_pause_s
+        begun, news = time.monotonic(), None
         while True:
             try:
                 return self._update_loop.receive(version, pause)
@@ -512,7 +512,11 @@ class Subscriber(Closeable):
                 if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
                     raise
             self._check_open()
-            time.sleep(self._timing.version_pause_s)
+            # A planner replies as soon as the version begins. If it replied the same before, other members are missing.
+            asked, before, after = time.monotonic(), news, self.version if version is None else version - 1
+            news = self._update_loop.news(after, pause_s)
+            if news is None or news == before:
+                time.sleep(max(0.0, asked + pause_s - time.monotonic()))
 
     def _fill_empty(self) -> None:
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
