@@ -147,8 +147,7 @@ class RingFetch:
             self._submit()
             if self._reads:
                 # Wait only briefly while a device copies, because every released buffer lets another read start.
-                is_busy = is_placing or self._threads.is_busy()
-                self._complete(0.0 if self._arrived else POLL_S if is_busy else _WAIT_S)
+                self._complete(0.0 if self._arrived else POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
             if self._arrived:
                 guarded(self._ticket, partial(self._end_read, *self._arrived.popleft()))
             elif not self._reads:
