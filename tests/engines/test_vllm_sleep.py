@@ -191,6 +191,13 @@ def test_weights_are_restored_before_first_request_after_wake(
         engine.serves(7, "7")
         assert "differ from those before the sleep" in server.log.read_text()
 
+        # A sleep of level 2 follows one of level 1, after which no version was received.
+        server.post("/sleep?level=1")
+        server.post("/wake_up")
+        engine.sleep()
+        server.post("/wake_up")
+        engine.serves(7, "7")
+
         # Updates still work. And the test can fail, because destroyed weights give other tokens.
         engine.send(second, 8)
         engine.serves(8, "8")

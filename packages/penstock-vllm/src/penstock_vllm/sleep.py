@@ -142,7 +142,7 @@ class WorkerSleep:
             self._num_installed = 0 if engine is None else engine.num_installed
             self._version_after = ""
             self._digests = _digests(self._model()) if level == 1 else None
-            kept: list[torch.Tensor] = [] if engine is None else engine.not_installed()
+            kept: list[torch.Tensor] = [] if engine is None else engine.not_installed
             if level == 1:
                 # At level 2, vLLM itself preserves the buffers. At level 1, its copy of them may be damaged.
                 kept = [*kept, *self._model().buffers()]

@@ -104,6 +104,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     Attributes:
         installed: the version that was installed last, or -1.
         num_installed: number of versions that were installed.
+        not_installed: parameters that the installed version does not fill, and that a sleep may lose.
     """
 
     init_info_cls = InitInfo
@@ -144,6 +145,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._strict = True
         self.installed = -1
         self.num_installed = 0
+        self.not_installed: list[torch.nn.Parameter] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Subscribe to a sync, and leave the previous sync.
@@ -252,6 +254,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         # Before vLLM 0.27, workers do not set the configuration, which a layer's post-processing reads.
         with set_current_vllm_config(self.vllm_config), _agreed():
             staging.install(subscriber.wanted)
+        # A sleep releases the subscriber, which then no longer knows what it fills.
+        self.not_installed = staging.not_installed(subscriber.wanted)
         self.installed = version
         self.num_installed += 1
         took_s = time.monotonic() - began
@@ -277,13 +281,6 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
         else:
             staging.free()
-
-    def not_installed(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that no version fills, and that a level-2 sleep would lose."""
-        if self._joined is None or self.installed < 0:
-            return []
-        subscriber, staging = self._joined
-        return staging.not_installed(subscriber.wanted)
 
     def bring_back(self) -> None:
         """Receive the newest version into the staging model and install it. Collective.
