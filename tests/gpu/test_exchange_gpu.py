@@ -26,6 +26,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
         yield found
 
 
+@pytest.mark.alone
 def test_exchange_swaps_physical_memory_under_tensor() -> None:
     arenas = [Arena.allocate(50_000_000, DEVICE, is_remappable=True) for _ in range(2)]
     live, staged = (arena.bytes_at(0, 50_000_000) for arena in arenas)
@@ -50,6 +51,7 @@ def test_exchange_swaps_physical_memory_under_tensor() -> None:
     assert int(live.sum()) == 4 * 50_000_000
 
 
+@pytest.mark.alone
 def test_memory_is_freed_after_pending_kernels() -> None:
     free = torch.cuda.mem_get_info()[0]
     for _ in range(20):

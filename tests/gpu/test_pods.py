@@ -70,6 +70,7 @@ def start(stack: ExitStack, pods: tuple[Pod, Pod], segments: str) -> tuple[Keepe
     return keeper, engine
 
 
+@pytest.mark.alone
 def test_pods_share_device_memory_through_file_descriptors(
     llama: Path, pods: tuple[Pod, Pod], stack: ExitStack
 ) -> None:

@@ -69,6 +69,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
         yield found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arena", [False, True])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 def test_sleeping_engine_frees_device_memory(stack: ExitStack, tmp_path: Path, mode: str, arena: bool) -> None:

@@ -279,7 +279,9 @@ class MemorySync:
         flat = torch.cat([tensor.reshape(-1) for tensor in self.target.values()])
         return float(flat[0]) if bool((flat == flat[0]).all()) else float("nan")
 
-    def subscriber(self, mode: str = "staged", *, serve: bool = True, check: Any = None) -> Subscriber:
+    def subscriber(
+        self, mode: str = "staged", *, serve: bool = True, check: Any = None, timing: Timing = QUICK
+    ) -> Subscriber:
         """Return a subscriber whose target has the value -1 everywhere."""
         self.target = {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()}
 
@@ -305,7 +307,7 @@ class MemorySync:
             hooks=hooks,
         )
         membership = cast("Membership", MemoryMembership(self, self.member))
-        made = Subscriber("policy", self.target, membership, options, rank=0, world_size=1, timing=QUICK)
+        made = Subscriber("policy", self.target, membership, options, rank=0, world_size=1, timing=timing)
         return made.open()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from tests.support.memory_holder import MemoryHolder, MemorySync, memory_sync
+from tests.support.memory_holder import QUICK, MemoryHolder, MemorySync, memory_sync
 
 from penstock.errors import (
     Cancelled,
@@ -705,3 +707,29 @@ def test_release_drops_staged_version(sync: MemorySync, holder: MemoryHolder) ->
             subscriber.commit()
         subscriber.restore()
         assert_live(sync, subscriber, 1)
+
+
+@MODES
+@pytest.mark.parametrize("version", [2, None])
+def test_waiting_update_receives_version_as_soon_as_it_begins(sync: MemorySync, mode: str, version: int | None) -> None:
+    # An update that only tried again after each pause would need 20 s.
+    holder = sync.holder("p0")
+    timing = msgspec.structs.replace(QUICK, version_pause_s=20.0)
+    with sync.subscriber(mode, timing=timing) as subscriber, ThreadPoolExecutor(1) as pool:
+        update = pool.submit(subscriber.update, version, 30.0)
+        with pytest.raises(TimeoutError):
+            update.result(0.2)
+        holder.publish(2, 2.0)
+        assert update.result(10).version == 2
+    assert holder.asked.count("news") == 1
+
+
+def test_update_pauses_while_a_begun_version_is_incomplete(sync: MemorySync, holder: MemoryHolder) -> None:
+    def refuse() -> None:
+        raise NotFound("another rank has not begun version 1 yet")
+
+    holder.at["part"] = refuse
+    with sync.subscriber() as subscriber, pytest.raises(NotFound):
+        subscriber.update(1, 0.1)
+    # The pause is 5 ms. Without it, there would be thousands of attempts.
+    assert 3 <= holder.asked.count("part") <= 40
