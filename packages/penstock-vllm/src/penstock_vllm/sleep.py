@@ -105,11 +105,18 @@ class WorkerSleep:
         self._is_sent = is_sent
         self.is_whole = True
         self._asleep: set[str] = set()
+        # The highest level of the sleeps since the weights were last complete, or 0.
         self._level = 0
         self._digests: Any = None
+        # Whether vLLM copied back the same bytes at level 1. The weights are awake then.
+        self._is_intact = False
+        # Whether no other code could fill the weights between two calls of `wake_up`.
+        self._is_at_once = True
         # Tensors that no version fills, each with a copy of its value.
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_installed = 0
+        # The version of the weights that sleep, empty if it is the version before the first sleep.
+        self._version_asleep = ""
         self._version_after = ""
 
     def attach(self) -> None:
@@ -138,17 +145,22 @@ class WorkerSleep:
     def sleep(self, original: Callable[..., None], level: int = 1, *arguments: Any, **named: Any) -> None:
         """Put the worker to sleep. No request may be running."""
         engine = self._engine()
-        if self.is_whole:
+        # Weights that an earlier sleep lost, and that nobody has filled since, stay lost.
+        is_sent = self._is_sent_since(engine) and not self._num_lost(engine)
+        is_complete = self.is_whole or self._is_intact or is_sent
+        if is_complete:
+            if self.is_whole or is_sent:
+                self._version_asleep = "" if self.is_whole else str(engine.installed)
             self._num_installed = 0 if engine is None else engine.num_installed
             self._version_after = ""
             self._digests = _digests(self._model()) if level == 1 else None
-            kept: list[torch.Tensor] = [] if engine is None else engine.not_installed
+            kept: list[torch.Tensor] = [] if engine is None else engine.not_installed()
             if level == 1:
                 # At level 2, vLLM itself preserves the buffers. At level 1, its copy of them may be damaged.
                 kept = [*kept, *self._model().buffers()]
             self._kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in kept]
-        self.is_whole = False
-        self._level, self._asleep = level, set(_TAGS)
+        self.is_whole = self._is_intact = False
+        self._level, self._asleep = level if is_complete else max(self._level, level), set(_TAGS)
         if engine is not None:
             # Do this before vLLM unmaps memory, because a registration cannot be released once its memory is unmapped.
             engine.fall_asleep()
@@ -162,33 +174,60 @@ class WorkerSleep:
         If `wake_up` raises a PenstockError, the engine is still asleep. Call `wake_up` again.
         """
         original(tags, *arguments, **named)
+        engine = self._engine()
         woken = set(_TAGS) if tags is None else set(tags)
         if "weights" in woken & self._asleep:
-            # Do this before anyone else can fill the weights.
-            with _no_grad():
-                for tensor, value in self._kept:
-                    tensor.copy_(value)
-        is_at_once = woken >= self._asleep
+            self._is_at_once = woken >= self._asleep
+            self._compare(engine)
         self._asleep -= woken
         if self._asleep or self.is_whole:
             return
-        engine = self._engine()
-        if engine is not None and engine.num_installed > self._num_installed:
+        if self._is_sent_since(engine):
             # A trainer sent a version after the memory of the weights woke.
+            if lost := self._num_lost(engine):
+                raise RuntimeError(
+                    f"{lost} parameters were lost in the sleep, and the version of the trainer does not fill them: "
+                    "call /collective_rpc with the method reload_weights, and send the version again"
+                )
             self._whole(str(engine.installed))
-        elif not self._is_sent and not is_at_once:
+        elif self._is_sent or self._is_at_once or self._is_intact:
+            self._bring_back(engine)
+        else:
             _log("weights were not brought back, because others may fill them between two calls of wake_up")
             self._whole("")
-        else:
-            self._bring_back(engine)
+
+    def _is_sent_since(self, engine: Any) -> bool:
+        """Return whether a trainer sent a version after the last sleep with complete weights."""
+        return engine is not None and engine.num_installed > self._num_installed
+
+    def _num_lost(self, engine: Any) -> int:
+        """Return how many parameters a level-2 sleep discarded that the installed version does not fill."""
+        kept = {id(tensor) for tensor, _ in self._kept}
+        return sum(id(tensor) not in kept for tensor in engine.not_installed()) if self._level > 1 else 0
+
+    def _compare(self, engine: Any) -> None:
+        """Compare the weights with those before the sleep, before anyone can fill them, and put back what is kept."""
+        kept = self._kept
+        if self._is_sent_since(engine):
+            # An earlier call of `wake_up` failed halfway, and a trainer has filled the weights since.
+            left = {id(tensor) for tensor in engine.not_installed()}
+            kept = [(tensor, value) for tensor, value in kept if id(tensor) in left]
+        elif self._level == 1 and self._digests.is_same():
+            # At level 1 vLLM copies the weights back. On the CPU vLLM ignores the level and keeps the weights.
+            self._is_intact, kept = True, []
+        for tensor, value in kept:
+            # Write to `data`, because the first forward pass makes inference tensors of some tables of rotary
+            # embeddings.
+            tensor.data.copy_(value)
 
     def _bring_back(self, engine: Any) -> None:
-        # At level 1 vLLM copies the weights back. On the CPU vLLM ignores the level and keeps the weights.
-        if self._level == 1 and self._digests.is_same():
-            self._whole("")
+        # All workers of an engine receive a version together, although the copy of one worker may be damaged alone.
+        if self._is_intact if engine is None else engine.all_agree(self._is_intact):
+            self._whole(self._version_asleep)
             return
         if self._level == 1:
             _log("the weights that vLLM copied back from the host differ from those before the sleep, receiving again")
+        self._is_intact = False
         if engine is not None and engine.installed >= 0:
             engine.bring_back()
             self._whole(str(engine.installed))
@@ -211,9 +250,10 @@ class WorkerSleep:
     def _whole(self, version: str) -> None:
         self._version_after = version
         self._kept, self._digests = [], None
-        # The sleep also discarded the memory of loaded adapters.
-        if self._level > 1 and hasattr(self._worker.model_runner, "reset_lora_state"):
+        # The memory of loaded adapters was discarded too, or its copy may be damaged too.
+        if self._level and not self._is_intact and hasattr(self._worker.model_runner, "reset_lora_state"):
             self._worker.model_runner.reset_lora_state()
+        self._level, self._is_intact = 0, False
         self.is_whole = True
 
     def _model(self) -> torch.nn.Module:
@@ -228,12 +268,6 @@ def _digests(model: torch.nn.Module) -> Any:
     from penstock.spi import MemoryDigests
 
     return MemoryDigests.of_target(model)
-
-
-def _no_grad() -> Any:
-    import torch
-
-    return torch.no_grad()
 
 
 def _logger() -> Log:

@@ -104,7 +104,6 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     Attributes:
         installed: the version that was installed last, or -1.
         num_installed: number of versions that were installed.
-        not_installed: parameters that the installed version does not fill, and that a sleep may lose.
     """
 
     init_info_cls = InitInfo
@@ -145,7 +144,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self._strict = True
         self.installed = -1
         self.num_installed = 0
-        self.not_installed: list[torch.nn.Parameter] = []
+        self._left: list[torch.nn.Parameter] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Subscribe to a sync, and leave the previous sync.
@@ -177,7 +176,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     ),
                 )
                 stack.callback(subscriber.close)
-            self._joined = subscriber, staging
+            self._joined, self._left = (subscriber, staging), None
             stack.callback(setattr, self, "_joined", None)
             if init_info.prepare_s is not None:
                 with _agreed(), self._loading():
@@ -255,7 +254,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         with set_current_vllm_config(self.vllm_config), _agreed():
             staging.install(subscriber.wanted)
         # A sleep releases the subscriber, which then no longer knows what it fills.
-        self.not_installed = staging.not_installed(subscriber.wanted)
+        self._left = staging.not_installed(subscriber.wanted)
         self.installed = version
         self.num_installed += 1
         took_s = time.monotonic() - began
@@ -281,6 +280,22 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
         else:
             staging.free()
+
+    def not_installed(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that no version of the sync fills, and that a sleep may lose."""
+        if self._joined is None:
+            return []
+        subscriber, staging = self._joined
+        if subscriber.wanted is not None:
+            self._left = staging.not_installed(subscriber.wanted)
+        if self._left is None:
+            # The versions of the sync are not known yet. With `strict` they fill everything.
+            return [] if self._strict else list(self.model.parameters())
+        return self._left
+
+    def all_agree(self, is_so: bool) -> bool:
+        """Return whether a condition holds on all workers of this engine. Collective."""
+        return _all(is_so)
 
     def bring_back(self) -> None:
         """Receive the newest version into the staging model and install it. Collective.
