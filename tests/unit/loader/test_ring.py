@@ -333,6 +333,38 @@ def test_failed_ring_keeps_memory_of_pending_reads(tmp_path: Path, monkeypatch: 
     assert memory() is None
 
 
+def test_short_read_is_not_continued_on_failed_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.fetch_ring._lost", [])
+    bench = Bench(tmp_path, 1)
+    ring, wait = bench.ring, bench.ring.wait
+    batches: list[list[tuple[int, int]]] = []
+
+    def fail_once(timeout_s: float) -> list[tuple[int, int]]:
+        if len(batches) == 1:
+            batches.append([])
+            raise OSError(errno.EIO, "io_uring_enter")
+        if batches:
+            return wait(timeout_s)
+        completed = wait(timeout_s)
+        while len(completed) < NUM_READS + READS_AHEAD:
+            completed += wait(timeout_s)
+        batches.append(completed)
+        return [(token, result // 2) for token, result in completed]
+
+    ring.wait = fail_once  # type: ignore[method-assign]
+    run = bench.start()
+    assert isinstance(error_of(run), SourceUnavailable)
+    closing = threading.Thread(target=run.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and not run.fetch.is_busy()
+    # Only the reads that were queued before the failure keep their buffers: the rest of the first read, and two more.
+    assert bench.pool.num_in_use == 3
+    ring.close()
+    bench.pool.close()
+    bench.sources[0].close()
+
+
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
 def test_tmpfs_file_can_be_read_by_ring() -> None:
     path = Path("/dev/shm") / f"penstock-ring-{os.getpid()}"

@@ -714,7 +714,7 @@ def test_release_drops_staged_version(sync: MemorySync, holder: MemoryHolder) ->
 def test_waiting_update_receives_version_as_soon_as_it_begins(sync: MemorySync, mode: str, version: int | None) -> None:
     # An update that only tried again after each pause would need 20 s.
     holder = sync.holder("p0")
-    timing = msgspec.structs.replace(QUICK, version_pause_s=20.0)
+    timing = msgspec.structs.replace(QUICK, version_pause_s=20.0, news_wait_s=20.0)
     with sync.subscriber(mode, timing=timing) as subscriber, ThreadPoolExecutor(1) as pool:
         update = pool.submit(subscriber.update, version, 30.0)
         with pytest.raises(TimeoutError):

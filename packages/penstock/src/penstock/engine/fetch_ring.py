@@ -141,13 +141,13 @@ class RingFetch:
 
     def _carry_out(self) -> None:
         while True:
-            # First release buffers and start reads, so that the kernel's workers do not wait for the copies of a batch
-            # of completed reads. This thread is sometimes not scheduled for a millisecond, in which all reads complete.
+            # Start reads before a batch of reads is copied, which may be large if this thread was not scheduled.
             is_placing = self.place.turn()
             self._submit()
             if self._reads:
                 # Wait only briefly while a device copies, because every released buffer lets another read start.
-                self._complete(0.0 if self._arrived else POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
+                is_busy = is_placing or self._threads.is_busy() or self.place.has_items()
+                self._complete(0.0 if self._arrived else POLL_S if is_busy else _WAIT_S)
             if self._arrived:
                 guarded(self._ticket, partial(self._end_read, *self._arrived.popleft()))
             elif not self._reads:
@@ -212,7 +212,8 @@ class RingFetch:
         self._arrived.extend((self._reads.pop(token), result, now) for token, result in completions)
 
     def _end_read(self, in_flight: _RingRead, result: int, now: float) -> None:
-        if result > 0 and in_flight.num_read + result < in_flight.read.nbytes:
+        is_short = result > 0 and in_flight.num_read + result < in_flight.read.nbytes
+        if is_short and not self._ticket.stopped:
             in_flight.num_read += result
             self._queue(in_flight)  # the rest of a short read
             return

@@ -500,23 +500,22 @@ class Subscriber(Closeable):
 
     def _receive(self, version: int | None, timeout_s: float | None, pause: Pause) -> Staged:
         require_version(version)
-        grace_s, pause_s = self._timing.version_grace_s, self._timing.version_pause_s
-        begun, news = time.monotonic(), None
+        timing, begun, news = self._timing, time.monotonic(), None
         while True:
             try:
                 return self._update_loop.receive(version, pause)
-            except StaleDescriptor:
-                if time.monotonic() - begun > (grace_s if version is not None or timeout_s is None else timeout_s):
+            except (NotFound, StaleDescriptor) as error:
+                limit_s = self._stall_s if timeout_s is None else timeout_s
+                if isinstance(error, StaleDescriptor) and (version is not None or timeout_s is None):
+                    limit_s = timing.version_grace_s
+                if (left_s := begun + limit_s - time.monotonic()) < 0:
                     raise
-            except NotFound:
-                if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
-                    raise
-            self._check_open()
-            # A planner replies as soon as the version begins. If it replied the same before, other members are missing.
+            # A planner replies as soon as the version begins. If it has begun already, other members are missing.
             asked, before, after = time.monotonic(), news, self.version if version is None else version - 1
-            news = self._update_loop.news(after, pause_s)
-            if news is None or news == before:
-                time.sleep(max(0.0, asked + pause_s - time.monotonic()))
+            news = self._update_loop.news(after, min(timing.news_wait_s, left_s), channel="")
+            if news is None or (before is not None and news.version <= before.version):
+                time.sleep(max(0.0, asked + timing.version_pause_s - time.monotonic()))
+            self._check_open()
 
     def _fill_empty(self) -> None:
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:

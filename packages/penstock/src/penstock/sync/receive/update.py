@@ -189,14 +189,14 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             )
             report(self.membership, planner, progress)
 
-    def news(self, after: int, wait_s: float) -> NewsReply | None:
+    def news(self, after: int, wait_s: float, *, channel: str = "news") -> NewsReply | None:
         """Return a planner's status when its version exceeds `after`, or after `wait_s`. None means no reply."""
         for planner in self._planners():
             # During a restart the list contains planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
                 # A request for a part must not wait behind this long poll.
                 news = self.membership.ask(
-                    planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
+                    planner.member, lambda sync_client: sync_client.news(after, wait_s), channel=channel
                 )
                 self._announced = news.version
                 return news
