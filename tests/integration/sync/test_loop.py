@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import penstock as ps
+from penstock.errors import Cancelled
 
 
 def test_update_loop_yields_versions_until_closed() -> None:
@@ -79,3 +81,15 @@ def test_wait_returns_newer_version_or_times_out() -> None:
         later.start()
         assert subscriber.wait(timeout_s=20) == 5
         later.join()
+
+
+@pytest.mark.parametrize("version", [2, None])
+def test_update_that_waits_ends_when_subscriber_is_closed(version: int | None) -> None:
+    with ps.publisher("closing", {"w": torch.zeros(4)}), ThreadPoolExecutor(1) as pool:
+        subscriber = ps.subscriber("closing", {"w": torch.zeros(4)})
+        update = pool.submit(subscriber.update, version)
+        with pytest.raises(TimeoutError):
+            update.result(0.3)
+        subscriber.close()
+        with pytest.raises(Cancelled):
+            update.result(10)
