@@ -333,8 +333,7 @@ def test_failed_ring_keeps_memory_of_pending_reads(tmp_path: Path, monkeypatch: 
     assert memory() is None
 
 
-def test_short_read_is_not_continued_on_failed_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.fetch_ring._lost", [])
+def test_short_read_is_not_continued_on_failed_ring(tmp_path: Path) -> None:
     bench = Bench(tmp_path, 1)
     ring, wait = bench.ring, bench.ring.wait
     batches: list[list[tuple[int, int]]] = []
