@@ -72,7 +72,7 @@ class RingFetch:
     At 55 GB/s, two separate threads would mostly wait for the GIL. `place` copies the bytes that `threads` read.
 
     Args:
-        ring: ring with at least `num_reads + READS_AHEAD` entries. This executor closes it.
+        ring: ring with at least `2 * (num_reads + READS_AHEAD)` entries. This executor closes it.
         num_reads: number of reads that the kernel's workers execute concurrently.
         threads: executor for the items that the ring cannot read. This executor closes it.
         stall_s: seconds that a read may be in flight before the ticket fails.
