@@ -51,6 +51,7 @@ from penstock.transport.http import LOOPBACK, host_and_port
 log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
+REGISTRATIONS = 5
 
 
 class Member:
@@ -139,9 +140,8 @@ class Member:
                 raise ConfigError(message, hint="set a token or certificates, or listen on 127.0.0.1")
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
             serving = None if tls is None or listen is None else tls.server
-            links = opened.enter_context(
-                open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
-            )
+            opening = open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
+            links = opened.enter_context(opening)
             # The data port was opened for `http`. Without `http`, readers would silently use a different transport.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 raise ConfigError(links.refused["http"], hint="set a different data_port, or 0 for any free port")
@@ -186,8 +186,7 @@ class Member:
         for weights in self.weights:
             model, on_device = weights.identity.model, "gpu" if weights.device.type == "cuda" else "host"
             state = weights.state if weights.damage is None else "damaged"
-            nbytes = weights.verified.nbytes
-            yield "penstock_held_bytes", (model, weights.tier or on_device, state), nbytes
+            yield "penstock_held_bytes", (model, weights.tier or on_device, state), weights.verified.nbytes
             yield "penstock_readers", (model,), weights.num_readers
         for sync in self.syncs:
             state_of_sync = sync()
@@ -273,8 +272,7 @@ class Member:
 
     def _spot_check(self) -> None:
         for weights in self.weights:
-            chunk = weights.spot_check(self._chance)
-            if chunk is not None:
+            if (chunk := weights.spot_check(self._chance)) is not None:
                 self._stop_serving(weights, chunk)
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
@@ -318,20 +316,22 @@ class Member:
         )
 
     def _replica(self, boot: Boot) -> messages.Replica:
-        fields = {name: getattr(boot, name) for name in boot.__struct_fields__}
+        fields = msgspec.structs.asdict(boot)
         return messages.Replica(**fields, member=self.id, name=self.registration.hello.name, host=self.host)
 
     def _status(self, weights: LocalWeights) -> messages.HoldingState:
         return msgspec.structs.replace(weights.status(), grant_epoch=self.registration.epoch)
 
     def _call_hub(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except UnknownMember:
-            self.registration.renew()
-            with self._reporting:
-                self.hub.beat(self.id, self._state())
-            return call()
+        # Processes that host this host's hub for a moment may replace each other faster than a member registers.
+        for _ in range(REGISTRATIONS):
+            with contextlib.suppress(UnknownMember):
+                return call()
+            with contextlib.suppress(UnknownMember):
+                self.registration.renew()
+                with self._reporting:
+                    self.hub.beat(self.id, self._state())
+        return call()
 
     def upstreams(
         self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool = False
