@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter as Tally
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import msgspec
 
 from penstock.hub.auth import Caller
 from penstock_hub.directory import Directory
 
+# Importing prometheus-client takes 23 ms, which the first process of every host would wait for. So only a request for
+# the metrics imports it.
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
@@ -28,24 +32,22 @@ _COUNTS = {
 }
 
 
+class _Seconds(msgspec.Struct):
+    """The durations of one operation's requests: their sum, and their number in each bucket and above the last."""
+
+    total: float = 0.0
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
+
+
 class Metrics:
     """The metrics of one hub process."""
 
     def __init__(self, directory: Directory) -> None:
-        # Tests and local hubs create several `Metrics` objects in one process, so each has its own registry.
-        self._registry = CollectorRegistry()
-        self._seconds = Histogram(
-            "penstock_hub_request_seconds",
-            "Time from the head of a request to its answer.",
-            ["operation"],
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
-        self._refusals = Counter(
-            "penstock_hub_refusals", "Answers with an error status.", ["status"], registry=self._registry
-        )
         self._directory = directory
-        self._registry.register(_Fleet(directory, Caller()))
+        # Several threads answer requests.
+        self._lock = threading.Lock()
+        self._seconds: defaultdict[str, _Seconds] = defaultdict(_Seconds)
+        self._refusals: Counter[int] = Counter()
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
@@ -54,19 +56,47 @@ class Metrics:
         try:
             yield
         finally:
-            self._seconds.labels(operation).observe(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            with self._lock:
+                known = self._seconds[operation]
+                known.total += seconds
+                known.counts[bisect_left(_BUCKETS, seconds)] += 1
 
     def refused(self, status: int) -> None:
         """Count a response with an error status."""
-        self._refusals.labels(str(status)).inc()
+        with self._lock:
+            self._refusals[status] += 1
 
     def page(self, caller: Caller | None = None) -> bytes:
         """Return the metrics in Prometheus' text format, limited to the caller's models."""
-        if caller is None or caller.models is None:
-            return bytes(generate_latest(self._registry))
+        from prometheus_client import CollectorRegistry, generate_latest
+
         registry = CollectorRegistry()
-        registry.register(_Fleet(self._directory, caller))
+        registry.register(_Fleet(self._directory, caller or Caller()))
+        if caller is None or caller.models is None:
+            registry.register(self)
         return bytes(generate_latest(registry))
+
+    def describe(self) -> Iterator[Metric]:
+        """Return no metrics, because their names need no check against other collectors."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the durations of requests by operation, and the number of refusals by status."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        about = "Time from the head of a request to its answer."
+        durations = HistogramMetricFamily("penstock_hub_request_seconds", about, labels=["operation"])
+        refusals = CounterMetricFamily("penstock_hub_refusals", "Answers with an error status.", labels=["status"])
+        with self._lock:
+            for operation, known in self._seconds.items():
+                # The bucket of a limit also counts the shorter requests.
+                limits = zip((*map(str, _BUCKETS), "+Inf"), accumulate(known.counts), strict=True)
+                durations.add_metric([operation], list(limits), known.total)
+            for status, count in self._refusals.items():
+                refusals.add_metric([str(status)], count)
+        yield durations
+        yield refusals
 
 
 class _Fleet:
@@ -82,12 +112,14 @@ class _Fleet:
 
     def collect(self) -> Iterator[Metric]:
         """Yield members, holdings by state, chunks being read from storage, and the directory's counts."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         sees_all = self._caller.models is None
         status = self._directory.status()
         num_members = 0
         # Count by model and state, because members come and go, and each would leave a time series behind.
-        states: Tally[tuple[str, str]] = Tally()
-        claims: Tally[str] = Tally()
+        states: Counter[tuple[str, str]] = Counter()
+        claims: Counter[str] = Counter()
         for member in status.members:
             visible = [h for h in member.holdings if sees_all or self._caller.may_ask((h.identity.model,))]
             num_members += sees_all or bool(visible) or any(self._caller.may_ask((s.name,)) for s in member.syncs)
