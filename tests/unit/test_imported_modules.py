@@ -111,6 +111,28 @@ def test_fleet_verb_imports_no_distributed_tensors(verb: str) -> None:
     assert not new & {"asyncio", "email", "obstore", "sympy", "torch.distributed.tensor", "triton", "unittest.mock"}
 
 
+COLLECTIONS = """
+import gc, os
+os.environ["PENSTOCK_RUNTIME_DIR"] = sys.argv[1]
+callers = set()
+def note(phase, info):
+    frame = sys._getframe(1)
+    while frame is not None:
+        callers.add(frame.f_code.co_qualname)
+        frame = frame.f_back
+gc.callbacks.append(note)
+gc.set_threshold(20)
+with ps.publisher("m", {"w": torch.zeros(2)}):
+    assert gc.isenabled()
+assert "publisher" in callers
+assert "Member.join" not in callers
+"""
+
+
+def test_join_delays_garbage_collection_until_it_returns(tmp_path: Path) -> None:
+    assert imported_by(COLLECTIONS, str(tmp_path))
+
+
 def test_garbage_collection_is_enabled_after_import() -> None:
     assert imported_by("ps.load\nimport gc\nassert gc.isenabled()")
     assert imported_by("import gc\ngc.disable()\nps.load\nassert not gc.isenabled()")

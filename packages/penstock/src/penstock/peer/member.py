@@ -32,7 +32,7 @@ from penstock.http.phases import PhasesHandler
 from penstock.hub import messages
 from penstock.hub.auth import MemberTls
 from penstock.hub.client import HubClient
-from penstock.lifecycle import is_ending
+from penstock.lifecycle import is_ending, paused_gc
 from penstock.logs import log_named
 from penstock.net.unix_sockets import RuntimeDir, host_id
 from penstock.peer.client import PeerClient
@@ -105,6 +105,7 @@ class Member:
         self.registration = Registration(hub, hello)
 
     @classmethod
+    @paused_gc()
     def join(
         cls,
         hub: HubClient,
@@ -188,10 +189,9 @@ class Member:
             state = weights.state if weights.damage is None else "damaged"
             yield "penstock_held_bytes", (model, weights.tier or on_device, state), weights.verified.nbytes
             yield "penstock_readers", (model,), weights.num_readers
-        for sync in self.syncs:
-            state_of_sync = sync()
-            yield "penstock_sync_version", (state_of_sync.name, state_of_sync.side), state_of_sync.version
-            yield "penstock_sync_dirty", (state_of_sync.name,), state_of_sync.state == "dirty"
+        for synced in [sync() for sync in self.syncs]:
+            yield "penstock_sync_version", (synced.name, synced.side), synced.version
+            yield "penstock_sync_dirty", (synced.name,), synced.state == "dirty"
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
         """Register weights with the transports and serve them. With `report=True`, also report the weights now."""
