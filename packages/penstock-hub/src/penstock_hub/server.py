@@ -232,7 +232,11 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
 
     Raises:
         ConfigError: the address or a certificate is wrong.
+        ModuleNotFoundError: prometheus-client is not installed.
     """
+    # Only the first request for metrics would show that the package is missing.
+    import prometheus_client  # noqa: F401
+
     auth = auth or Auth()
     _run(lambda: create_app(directory, auth), listen, auth, ready=ready)
 
