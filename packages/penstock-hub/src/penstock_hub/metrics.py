@@ -16,8 +16,8 @@ import msgspec
 from penstock.hub.auth import Caller
 from penstock_hub.directory import Directory
 
-# Importing prometheus-client takes 23 ms, which the first process of every host would wait for. So only a request for
-# the metrics imports it.
+# Importing prometheus-client takes 23 ms, and the first process of every host would wait for it. So a request for the
+# metrics imports it, and so does `run_hub`.
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 

@@ -234,7 +234,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         ConfigError: the address or a certificate is wrong.
         ModuleNotFoundError: prometheus-client is not installed.
     """
-    # Only the first request for metrics would show that the package is missing.
+    # Without this import, a missing package would be reported only by the first request for metrics.
     import prometheus_client  # noqa: F401
 
     auth = auth or Auth()
