@@ -72,6 +72,11 @@ class EmulatedRing:
         self._queued: list[int] = []
         self._running: list[tuple[float, int]] = []
 
+    @property
+    def num_unsubmitted(self) -> int:
+        """Return the number of queued reads."""
+        return len(self._queued)
+
     def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
         """Queue a read, which `wait` submits."""
         self._queued.append(token)

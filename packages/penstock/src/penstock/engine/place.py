@@ -309,10 +309,10 @@ class CudaPlace:
         pending, stream = self._pending_of(buffer), self._stream_handle
         # Get all addresses before the first copy, because a failed allocation between two copies would leave the first
         # copy without an event.
-        addresses = [self.slab(segment.slab).data_ptr() + segment.dst for segment in segments]
+        copies = [(self.slab(slab).data_ptr() + dst, src, run) for src, slab, dst, run, _, _ in segments]
         # Driver calls take 1 to 3 us each, while torch's calls release the GIL several times per chunk.
-        for address, segment in zip(addresses, segments, strict=True):
-            self._driver.copy_to_device(address, buffer.address + segment.src, segment.run, stream)
+        for address, src, nbytes in copies:
+            self._driver.copy_to_device(address, buffer.address + src, nbytes, stream)
         self._driver.record(pending.event, stream)
         return pending
 

@@ -369,7 +369,7 @@ class Executor:
 
     def is_busy(self) -> bool:
         """Return whether a thread runs an item."""
-        return any(item is not None for item in self._running)
+        return self._running.count(None) < self.num_threads
 
     def post(self, *items: WorkItem) -> None:
         """Queue items. Raise DestinationError if no thread can start."""

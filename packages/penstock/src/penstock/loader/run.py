@@ -110,7 +110,7 @@ class LoadRun(Run):
         before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
         self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
         segments = (plan.seg_src, plan.seg_slab, plan.seg_dst, plan.seg_run, plan.seg_rows, plan.seg_pitch)
-        self._segments: list[list[int]] = [column.tolist() for column in segments]
+        self._segments = list(zip(*(column.tolist() for column in segments), strict=True))
         self._seg_first: list[int] = plan.seg_first.tolist()
         files, offsets, lengths = (column.tolist() for column in (plan.read_file, plan.read_offset, plan.read_nbytes))
         self.reads: list[tuple[int, int, int]] = list(zip(files, offsets, lengths, strict=True))
@@ -173,14 +173,11 @@ class LoadRun(Run):
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
             yield index
             self._consumed_bytes += self._slab_nbytes[index]
-            self._wake_readers()
-
-    def _wake_readers(self) -> None:
-        """Wake the reads that wait until a slab was consumed."""
-        if self._window_bytes and isinstance(self.fetch, RingFetch):
-            self.fetch.wake()
-        if self._num_held:
-            self.ticket.wake()
+            # Wake the reads that wait until a slab was consumed.
+            if self._window_bytes and isinstance(self.fetch, RingFetch):
+                self.fetch.wake()
+            if self._num_held:
+                ticket.wake()
 
     def is_under_way(self) -> bool:
         """Return whether the load is under way, see `UNDER_WAY_BYTES`. The change wakes the ticket's waiters."""
@@ -211,22 +208,17 @@ class LoadRun(Run):
 
     def segments(self, read: int) -> list[Segment]:
         """Create only the segments of one read, because creating those of all reads would delay the first read."""
-        at = slice(self._seg_first[read], self._seg_first[read + 1])
-        return list(map(Segment, *[column[at] for column in self._segments]))
+        return list(map(Segment._make, self._segments[self._seg_first[read] : self._seg_first[read + 1]]))
 
     def admit(self, read: int, *, wait: bool = True) -> bool:
         """Return whether the window admits a read. If `wait` is set, first wait for the window or the ticket's end."""
-        if not self._window_bytes:
+        needed_bytes, rank = self._read_start[read] - self._window_bytes, self._rank
+        if not self._window_bytes or self._consumed_bytes >= needed_bytes:
             return True
-        start, rank = self._read_start[read], self._rank
-        first = min(rank[slab] for slab in self._segments[1][self._seg_first[read] : self._seg_first[read + 1]])
+        first = min(rank[segment.slab] for segment in self.segments(read))
         with self.ticket.changed:
             # A slab that is larger than the window is read when the consumer waits for the slab.
-            while (
-                start - self._consumed_bytes > self._window_bytes
-                and first > rank[self._awaited]
-                and not self.ticket.stopped
-            ):
+            while self._consumed_bytes < needed_bytes and first > rank[self._awaited] and not self.ticket.stopped:
                 if not wait:
                     return False
                 self._num_held += 1
@@ -338,12 +330,13 @@ class _Read:
     the place executor in `start`.
     """
 
-    __slots__ = ("_buffer", "_file", "_offset", "_run", "_segments", "nbytes", "priority")
+    __slots__ = ("_buffer", "_fd", "_file", "_offset", "_run", "_segments", "nbytes", "priority")
 
     def __init__(self, run: LoadRun, read: int) -> None:
         self.priority = read
         self._file, self._offset, self.nbytes = run.reads[read]
         self._run = run
+        self._fd: int | None = None
         self._buffer: StagingBuffer | None = None
         self._segments: Sequence[Segment] = ()
 
@@ -356,15 +349,18 @@ class _Read:
         source = run.sources[self._file]
         if pool is None or not isinstance(source, FileSource):
             return None
-        fd = source.cached_fd(offset, self.nbytes)
-        if fd is None:
-            return None
-        if not run.admit(self.priority, wait=False):
-            return "held"
+        if self._fd is None:
+            fd = source.cached_fd(offset, self.nbytes)
+            if fd is None:
+                return None
+            if not run.admit(self.priority, wait=False):
+                return "held"
+            # Remember the descriptor, because this method is called again until a buffer is free.
+            self._fd = fd
         self._buffer = pool.try_acquire()
         if self._buffer is None:
             return "no buffer"
-        return Queued(fd, offset, self._buffer.address, self.nbytes, source.uri, memory=self._buffer)
+        return Queued(self._fd, offset, self._buffer.address, self.nbytes, source.uri, memory=self._buffer)
 
     def arrived(self) -> PendingItem | None:
         run, buffer = self._run, self._buffer
@@ -398,9 +394,8 @@ class _Read:
         assert run.pool is not None
         self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
         run.note_path(self._file, source.readv(self._offset, [buffer.view[: self.nbytes]]), self.nbytes)
-        packed = self._packed(buffer)
         # From here on the place item releases the buffer.
-        self._buffer = None
+        self._buffer, packed = None, self._packed(buffer)
         run.post_place(read, buffer, packed)
         return None
 

@@ -208,7 +208,8 @@ class StagingPool:
             self._in_use -= 1
             self._num_released += 1
             # Wake all waiting threads, because each restarts its stall deadline.
-            self._state.notify_all()
+            if self._num_waiting:
+                self._state.notify_all()
 
     @property
     def num_in_use(self) -> int:

@@ -71,7 +71,7 @@ class Uring:
         self._cq_mask = self._words[cq[2] // 4]
         self._cqes = cq[5]
         self._tail = 0
-        self._unsubmitted = 0
+        self.num_unsubmitted = 0
         # struct __kernel_timespec and struct io_uring_getevents_arg.
         self._timespec = (ctypes.c_int64 * 2)()
         arg = struct.pack("<QIIQ", 0, 0, 0, ctypes.addressof(self._timespec))
@@ -118,7 +118,7 @@ class Uring:
         self._tail = (self._tail + 1) & 0xFFFFFFFF
         # Store the tail last. x86 keeps the order of stores, so the kernel sees a complete entry.
         self._words[self._sq_tail] = self._tail
-        self._unsubmitted += 1
+        self.num_unsubmitted += 1
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
         """Submit queued reads, and wait for a completion or the timeout if no read is complete. Raises OSError.
@@ -127,19 +127,19 @@ class Uring:
             Completed reads as (token, result). The result is the number of bytes read, or a negative errno.
         """
         is_ready = not timeout_s or self._words[self._cq_head] != self._words[self._cq_tail]
-        if is_ready and not self._unsubmitted:
+        if is_ready and not self.num_unsubmitted:
             return self._reap()
         if is_ready:
             # Submitting does not block, because min_complete is 0 and all reads use workers, so keep the GIL.
-            done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
+            done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self.num_unsubmitted, 0, 0, None, ctypes.c_size_t(0))
         else:
             self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
             flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
-            done = _libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes)
+            done = _libc.syscall(_SYS_ENTER, self._fd, self.num_unsubmitted, 1, flags, self._arg, self._arg_bytes)
         # EAGAIN and EBUSY mean that the kernel is short of memory or that completions must be reaped first.
         if done < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
             raise OSError(code, "io_uring_enter")
-        self._unsubmitted -= max(0, int(done))
+        self.num_unsubmitted -= max(0, int(done))
         return self._reap()
 
     def _reap(self) -> list[tuple[int, int]]:
