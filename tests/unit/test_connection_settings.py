@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import penstock as ps
@@ -74,7 +74,7 @@ def test_invalid_variable_error_names_variable(monkeypatch: pytest.MonkeyPatch, 
 def test_settings_repr_hides_token() -> None:
     settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN)
     assert TOKEN not in repr(settings) and "https://hub:7070" in repr(settings)
-    assert settings != dataclasses.replace(settings, token=None)
+    assert settings != msgspec.structs.replace(settings, token=None)
     for token in (f"{TOKEN}\n", TOKEN.encode()):
         with pytest.raises(ConfigError) as caught:
             ps.ConnectionSettings(token=token)
@@ -85,7 +85,7 @@ def test_connection_settings_are_immutable_and_hashable() -> None:
     settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN, transports=["shm", "http"])
     assert settings.transports == ("shm", "http")
     assert len({settings, copy.deepcopy(settings)}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         settings.hub = None
 
 

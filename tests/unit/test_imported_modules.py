@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 _NAMES = """
 arguments config descriptors entry_points errors exports interrupts lifecycle logs phases report segments types units
 waits
-cuda cuda.driver cuda.events cuda.kernel_cache cuda.pack
-digest digest.cuda digest.leaf digest.strip digest.xxh3_constants
-engine engine.check engine.fetch_ring engine.place engine.run engine.threads engine.trace
+cuda cuda.driver cuda.events
+digest digest.leaf
+engine engine.fetch_ring engine.place engine.run engine.threads engine.trace
 loader loader.boxes loader.load loader.progress loader.regions loader.report loader.run loader.session
 loader.tensor
 memory memory.idle_pools memory.mapping memory.staging
-plan plan.layout plan.schedule plan.tensor_parallel
+plan plan.layout plan.schedule
 storage storage.files storage.foreign_json storage.headers storage.io_uring storage.local
 storage.locate storage.manifest storage.mapped storage.safetensors storage.small_files storage.source
 storage.weight_set storage.write

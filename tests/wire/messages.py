@@ -123,7 +123,6 @@ MESSAGES = {
     "sync.check_value/msgpack": "penstock.sync.check:_Value",
     "sync.layout/columns": "penstock.plan.layout:Layout",
     "sync.part/columns": "penstock.plan.sync:ReceiverPlan",
-    "sync.sync_plan/columns": "penstock.plan.sync:SyncPlan",
     "transport.descriptor/msgpack": "penstock.transport.protocol:Descriptor",
     "transport.cuda_ipc_payload/msgpack": "penstock.transport.cuda_ipc:CudaPayload",
     "transport.shm_payload/msgpack": "penstock.transport.shm:ShmPayload",

@@ -27,7 +27,7 @@ from tests.wire.samples import build, plain
 
 FIXTURES = read_fixtures()
 
-TAKE_TYPES = {"Decoder", "prepare", "decodable", "decode", "_ask", "_decode", "ask_hub", "from_json"}
+TAKE_TYPES = {"Decoder", "prepare", "decode", "_ask", "_decode", "ask_hub", "from_json"}
 """Names of the calls that take the type that they decode."""
 MODULES = ("messages", ".cluster")
 """Ends of the names of modules in which every Struct is a message or the content of a file."""
@@ -139,9 +139,6 @@ def decoded_types(module: ModuleType) -> Iterator[Any]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             given = node.args if name in TAKE_TYPES else []
             given = [*given, *(word.value for word in node.keywords if word.arg in {"type", "takes", "gives"})]
-        elif isinstance(node, ast.ClassDef):
-            marks = [getattr(mark, "id", getattr(mark, "attr", "")) for mark in node.decorator_list]
-            given = [ast.Name(node.name, ast.Load())] if "decodable" in marks else []
         for expression in given:
             if isinstance(expression, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp):
                 # A name of a function's own is not known here; what it stands for is given elsewhere.

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
+from msgspec.structs import replace
 from safetensors.torch import save
 from tests.support.compare import assert_same
 from tests.support.servers.hugging_face import HuggingFaceServer

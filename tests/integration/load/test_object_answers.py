@@ -6,12 +6,12 @@ import resource
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from msgspec.structs import replace
 from tests.support.answers import Behave, Server, answer
 from tests.support.authority import Authority
 from tests.support.servers.http_server import Faults, RangeServer

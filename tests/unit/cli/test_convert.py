@@ -21,7 +21,7 @@ from penstock_convert.report import ConvertReport, WorkerStats
 
 
 def report(**more: Any) -> ConvertReport:
-    told: dict[str, Any] = dict.fromkeys(ConvertReport.__dataclass_fields__, 0)
+    told: dict[str, Any] = dict.fromkeys(ConvertReport.__struct_fields__, 0)
     told |= {
         "uri": "out",
         "revision": "w1-",

@@ -78,8 +78,7 @@ def rows_of(traces: Sequence[WorkerTrace], executors: Sequence[str]) -> dict[str
     return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport(TransferStats):
+class ConvertReport(TransferStats, frozen=True, kw_only=True):
     """The measurements of one conversion.
 
     `verified_bytes` is the part of `read_bytes` that was compared with the digests in the sources' manifests. The
@@ -121,7 +120,7 @@ class ConvertReport(TransferStats):
     """Files and folders in the first source's directory that the result lacks, and omitted weights in other sources."""
     why: str
     """How the sources were verified, or why not. The result's own digests are always those of the computed bytes."""
-    why_left_out: Mapping[str, str] = field(default_factory=dict)
+    why_left_out: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The reason for each entry in `left_out`."""
 
     def summary(self) -> str:

@@ -15,7 +15,6 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from penstock.config import Settings
 from penstock.digest.leaf import leaf_digests, num_leaves, revision, take_leaves

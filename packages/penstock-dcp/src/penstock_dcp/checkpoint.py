@@ -6,7 +6,6 @@ distcp:      .metadata -> entries; the archive of each requested entry -> dtype,
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from bisect import bisect_right
@@ -147,7 +146,7 @@ class SafetensorsCheckpoint:
             parts[file] = offsets
             # Parts of a tensor have the same name in several files, so give each part a unique name.
             names = tuple(_part_name(name, offsets[name]) for name in header.tensors.names)
-            return msgspec.structs.replace(header, tensors=dataclasses.replace(header.tensors, names=names))
+            return msgspec.structs.replace(header, tensors=msgspec.structs.replace(header.tensors, names=names))
 
         self._weights = open_weights(uri, settings=settings, storage_options=storage_options, rename=rename)
         self.uri = self._weights.uri

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
+from msgspec import structs
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -449,7 +450,7 @@ def _small_files(out: OutputSet, metadata: Metadata, values: Mapping[str, bytes]
         FileEntry(name=name, nbytes=nbytes, metadata=_METADATA)
         for name, nbytes in zip(out.names, out.file_nbytes, strict=True)
     ]
-    placed = replace(table, offset=table.offset + np.array(out.data_offset, np.int64)[table.file_index])
+    placed = structs.replace(table, offset=table.offset + np.array(out.data_offset, np.int64)[table.file_index])
     if values or paths:
         names = sorted(values)
         sizes = np.array([len(values[name]) for name in names], np.int64)

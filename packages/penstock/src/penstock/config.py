@@ -12,7 +12,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ REMOTE_FETCH_THREADS = 16
 """Default number of threads that read one remote checkpoint. A request waits 20-200 ms for its first byte, and one
 connection to S3 carries 85-90 MB/s. Source: AWS, "Performance guidelines for Amazon S3";
 benchmarks/results/cpu2_202611/objects.md."""
+
+_SECRET = {"token", "storage_options"}
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 
@@ -66,8 +67,13 @@ def _paths(text: str) -> tuple[Path, ...]:
     return tuple(Path(part) for part in text.split(os.pathsep) if part)
 
 
+_DESCRIBED: list[tuple[Callable[[str], Any], str]] = []
+"""The parser and the meaning of each field of `Settings`, in their order."""
+
+
 def _env(parse: Callable[[str], Any], default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "doc": doc})
+    _DESCRIBED.append((parse, doc))
+    return default
 
 
 def _variable(name: str) -> str:
@@ -106,8 +112,7 @@ def asks_for_metrics() -> bool:
     return bool(os.environ.get("PENSTOCK_METRICS"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a process. `Settings.read()` applies the environment to the defaults."""
 
     memory_bytes: int = _env(parse_bytes, 256 * MIB, "host memory that one load uses for staging, in bytes")
@@ -152,12 +157,12 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
-        for item in fields(cls):
+        for name, (parse, _) in zip(cls.__struct_fields__, _DESCRIBED, strict=True):
             # An empty variable counts as unset, because shells and container specs cannot easily unset a variable.
-            if text := environ.get(_variable(item.name), ""):
-                values[item.name] = _parse(_variable(item.name), item.metadata["parse"], text)
+            if text := environ.get(_variable(name), ""):
+                values[name] = _parse(_variable(name), parse, text)
         values |= {name: value for name, value in overrides.items() if value is not None}
-        settings = replace(cls(), **values)
+        settings = cls(**values)
         for name in ("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes", "fetch_threads"):
             least = "0 or more" if name == "fetch_threads" else "positive"
             value = getattr(settings, name)
@@ -179,8 +184,15 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
         raise ConfigError(message, hint="see its allowed values in docs/operate/tuning.md") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionSettings:
+class _Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings whose repr omits secrets."""
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in _SECRET]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class ConnectionSettings(_Shown, frozen=True, kw_only=True):
     """How a process reaches the hub, and how other members reach the process.
 
     Every function that uses a hub accepts this object as `connection=`. An invalid field raises ConfigError.
@@ -201,7 +213,7 @@ class ConnectionSettings:
     """
 
     hub: str | None = None
-    token: str | None = field(default=None, repr=False)
+    token: str | None = None
     token_file: str | os.PathLike[str] | None = None
     listen: str | None = None
     data_port: int = 0
@@ -227,7 +239,7 @@ class ConnectionSettings:
             if not self.transports:
                 hint = 'list the allowed transports, such as ["shm", "http"], or pass None to allow all'
                 raise ConfigError("transports is empty, so this process could not exchange bytes with peers", hint=hint)
-            object.__setattr__(self, "transports", tuple(self.transports))
+            msgspec.structs.force_setattr(self, "transports", tuple(self.transports))
         if self.stall_s is not None:
             require_type("stall_s", self.stall_s, (int, float), "seconds, as 30.0, or None")
             if not self.stall_s > 0:
@@ -255,8 +267,7 @@ class ConnectionSettings:
         raise wrong("connection", connection, "a penstock.ConnectionSettings, the hub's address as a str, or None")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadSettings:
+class ReadSettings(_Shown, frozen=True, kw_only=True):
     """The settings of a read. Most calls use the default settings.
 
     Functions that load weights accept this object as `settings=`. An invalid field raises ConfigError.
@@ -276,7 +287,7 @@ class ReadSettings:
     """
 
     memory_bytes: int | str | None = None
-    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
+    storage_options: Mapping[str, str] | None = None
     trace: str | os.PathLike[str] | None = None
     cache: bool = False
     copy: bool | None = None
@@ -374,11 +385,11 @@ def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str
     """Return the name, value (None if unset) and meaning of every variable that Penstock reads."""
     environ = os.environ if environ is None else environ
     variables = []
-    for item in fields(Settings):
-        value = environ.get(_variable(item.name))
-        if value is not None and item.name in {"redis_url", "hub"}:
+    for name, (_, meaning) in zip(Settings.__struct_fields__, _DESCRIBED, strict=True):
+        value = environ.get(_variable(name))
+        if value is not None and name in {"redis_url", "hub"}:
             value = without_password(value)
-        variables.append((_variable(item.name), value, item.metadata["doc"]))
+        variables.append((_variable(name), value, meaning))
     return variables
 
 

@@ -44,8 +44,7 @@ class Summarised(Readable, ABC):
         """Return a readable summary of a few lines."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStats(Summarised):
+class TransferStats(Readable, msgspec.Struct, frozen=True, kw_only=True):
     """The bytes and seconds of one call. Its report adds fields to them, and metrics and spans show them."""
 
     nbytes: int

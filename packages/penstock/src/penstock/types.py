@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import math
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -60,7 +59,7 @@ NOT_IN_TORCH = frozenset({DType.F6_E2M3, DType.F6_E3M2})
 """Dtypes without a counterpart in torch."""
 
 # The first number in each name except BOOL is the number of bits.
-_BITS = {dtype: 8 if dtype is DType.BOOL else int(re.findall(r"\d+", dtype)[0]) for dtype in DType}
+_BITS = {dtype: 8 if dtype is DType.BOOL else int(dtype.partition("_")[0].strip("BCFIU")) for dtype in DType}
 
 
 def bits_to_bytes(num_elements: int, dtype: DType) -> int:
@@ -72,8 +71,7 @@ def bits_to_bytes(num_elements: int, dtype: DType) -> int:
     return bits // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True):
     """An axis-aligned region of a global tensor: `[start, stop)` in elements for each dim.
 
     `Box((0, 2), (4, 6))` and `Box.of(slice(0, 4), slice(2, 6))` are the same box.
@@ -119,8 +117,7 @@ class Box:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TensorTable:
+class TensorTable(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A table of tensors, stored as columns. Each row is one tensor, and names are unique.
 
     An MoE checkpoint has 60,000 rows. With columns, planning runs no Python code for each row.
@@ -154,8 +151,7 @@ class TensorTable:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A file or object in a weight set."""
 
     name: str
@@ -163,12 +159,11 @@ class FileEntry:
     nbytes: int
     identity: str = ""
     """The ETag of an object, or `dev:inode:mtime_ns:size` for a file. The revision does not depend on it."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     """`__metadata__` from the file's header."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The immutable description of a weight set.
 
     `leaves` contains XXH3-64 digests in the order of `tensors`: one for each run of `leaf_bytes` bytes in a tensor. The

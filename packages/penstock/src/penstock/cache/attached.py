@@ -10,7 +10,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -81,8 +80,7 @@ NOT_USABLE: tuple[type[PenstockError], ...] = (
 this process cannot map them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachReport(TransferStats):
+class AttachReport(TransferStats, frozen=True, kw_only=True):
     """The report of one `attach`. The phases are `find`, `lease`, `map` and `verify`, whose sum is `wall_s`."""
 
     model: str

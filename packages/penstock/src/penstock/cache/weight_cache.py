@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from msgspec.structs import replace
 
 from penstock.cache.engine_parameters import ACCEPTS, HANDLER, HandOver, HandOverHandler
 from penstock.cache.resident_model import ConvertedModel, ResidentModel, ResidentState

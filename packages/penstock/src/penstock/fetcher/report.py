@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -61,8 +60,7 @@ class Provenance(msgspec.Struct):
         return "; ".join(dict.fromkeys(used))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchReport(TransferStats):
+class FetchReport(TransferStats, frozen=True, kw_only=True):
     """The outcome of a fetch. `revision` is the root of all digests, with the prefix `w1-`.
 
     The phases are `discover`, `allocate`, `register`, `connect`, `move` and `commit`, whose sum is `wall_s`.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import mmap
 import os
 import secrets
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -86,7 +86,7 @@ def fetch_to_files(
         finally:
             files.close()
     phases = {**report.phases, **writing.seconds}
-    return dataclasses.replace(report, phases=phases, wall_s=sum(phases.values()))
+    return msgspec.structs.replace(report, phases=phases, wall_s=sum(phases.values()))
 
 
 @formerly(wait_s="timeout_s")
@@ -144,7 +144,7 @@ def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
             why = f"member {member.member[:8]} is complete under a different key: {', '.join(words)}"
             if "revision" in differences and mine.revision.startswith("h1-"):
                 why += "; storage has no manifest, so its revision is not a root of digests: run `penstock manifest`"
-            return dataclasses.replace(report, why=dict.fromkeys(report.why, why))
+            return msgspec.structs.replace(report, why=dict.fromkeys(report.why, why))
     return report
 
 
@@ -195,7 +195,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
     for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
         offset[row] = filled[file_index[row]]
         filled[file_index[row]] += nbytes[row]
-    return dataclasses.replace(table, file_index=file_index, offset=offset), bodies
+    return msgspec.structs.replace(table, file_index=file_index, offset=offset), bodies
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -210,7 +210,7 @@ def _digested(written: Manifest, weights: LocalWeights) -> Manifest:
     counts = num_leaves(layout.table.nbytes, layout.chunks.leaf_bytes)
     if len(rows) != len(layout.table):
         raise IntegrityError(f"the files have {len(rows)} tensors, but the fetched model has {len(layout.table)}")
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         written,
         leaf_bytes=layout.chunks.leaf_bytes,
         leaves=take_leaves(weights.verified.leaves, counts, rows),

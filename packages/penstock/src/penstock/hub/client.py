@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
@@ -77,11 +76,11 @@ def resolve_connection(connection: ConnectionSettings | str | None) -> Connectio
     """Return a verb's settings, with an unset hub or token taken from the environment. Raise ConfigError if invalid."""
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
-        settings = replace(settings, hub=settings.hub or environment.hub)
+        settings = msgspec.structs.replace(settings, hub=settings.hub or environment.hub)
     if settings.token_file is not None:
-        return replace(settings, token=first_token(os.fspath(settings.token_file)), token_file=None)
+        return msgspec.structs.replace(settings, token=first_token(os.fspath(settings.token_file)), token_file=None)
     with _from_variable("PENSTOCK_TOKEN_FILE"):
-        return replace(settings, token=settings.token or first_token(environment.token_file))
+        return msgspec.structs.replace(settings, token=settings.token or first_token(environment.token_file))
 
 
 @contextmanager

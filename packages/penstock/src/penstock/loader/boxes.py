@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.tensor_parallel import TensorParallelRank, heads_of
 from penstock.storage.foreign_json import read_object
 from penstock.storage.small_files import read_sibling
 from penstock.types import Box, TensorTable
+
+if TYPE_CHECKING:
+    from penstock.plan.tensor_parallel import TensorParallelRank
 
 Slices = slice | EllipsisType | tuple[slice | EllipsisType, ...]
 """A region written as slices, such as `numpy.s_[0:4, :]`."""
 
 Region = Box | Slices | None
 
-Boxes = Mapping[str, Region] | Callable[[str, tuple[int, ...]], Region] | TensorParallelRank | None
+Boxes: TypeAlias = "Mapping[str, Region] | Callable[[str, tuple[int, ...]], Region] | TensorParallelRank | None"
 """Regions by tensor name, a function from name and shape to a region, or the regions of a tensor-parallel rank.
 None means every tensor in full."""
 
@@ -57,6 +59,8 @@ def wanted_regions(
     """
     if boxes is None:
         return Wanted(table, (None,) * len(table))
+    from penstock.plan.tensor_parallel import TensorParallelRank, heads_of
+
     if isinstance(boxes, TensorParallelRank):
         heads: tuple[int, ...] = ()
         if boxes.heads is None and (raw := read_sibling(uri, "config.json", settings, storage_options)) is not None:
@@ -67,7 +71,9 @@ def wanted_regions(
         if unknown := sorted(map(str, set(boxes) - set(table.names))):
             raise PlanError(f"boxes= names tensors that the weights do not have: {', '.join(unknown[:5])}")
     pairs = zip(table.names, table.shapes, strict=True)
-    regions = ((n, boxes(n, shape) if callable(boxes) else boxes.get(n), shape) for n, shape in pairs)
+    regions: Iterator[tuple[str, Region, tuple[int, ...]]] = (
+        (name, boxes(name, shape) if callable(boxes) else boxes.get(name), shape) for name, shape in pairs
+    )
     return Wanted(table, tuple(_box(*region) for region in regions))
 
 

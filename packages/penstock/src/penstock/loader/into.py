@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
@@ -68,7 +68,7 @@ def load_into(
     require_cast(dtype)
     settings = ReadSettings.of(settings)
     if isinstance(target, MutableMapping) and not target:
-        read = dataclasses.replace(settings, arena=False)
+        read = msgspec.structs.replace(settings, arena=False)
         load_all = partial(load, uri, names=names, verify=verify, group=group, progress=progress, settings=read)
         return _into_empty(target, rename, dtype, settings.arena, load_all)
     targets = targets_of(target, written=strict)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.report import TransferStats, bytes_text, phases_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePath:
+class FilePath(msgspec.Struct, frozen=True, kw_only=True):
     """The number of bytes of a file that were read through one path."""
 
     uri: str
@@ -22,8 +22,7 @@ class FilePath:
     """Why no faster path was taken. Empty for the fastest path."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport(TransferStats):
+class LoadReport(TransferStats, frozen=True, kw_only=True):
     """The result of one load. The phases are `open`, `plan`, `allocate`, `move` and `finish`, whose sum is `wall_s`."""
 
     uri: str

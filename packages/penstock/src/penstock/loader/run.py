@@ -7,13 +7,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 
 from penstock import lifecycle
-from penstock.engine.check import Checker
 from penstock.engine.fetch_ring import HostedExecutor, Queued, RingFetch
 from penstock.engine.place import Destination, Segment, pack
 from penstock.engine.run import Executor, Item, PendingItem, Run, RunState
@@ -25,6 +24,9 @@ from penstock.storage import Counting, Source
 from penstock.storage.files import FileSource
 from penstock.storage.io_uring import Uring
 from penstock.types import GIB, MIB
+
+if TYPE_CHECKING:
+    from penstock.engine.check import Checker
 
 MIN_BATCH_BYTES = 256 * MIB
 """Smallest batch for a check. A device digests it in 110 us. Source: benchmarks/results/h100_202611/digest.md."""

@@ -13,12 +13,12 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from penstock import interrupts, lifecycle
 from penstock.config import REMOTE_FETCH_THREADS, Settings

@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 
 from penstock import interrupts, lifecycle
 from penstock.config import REMOTE_FETCH_THREADS, ReadSettings, Settings
-from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Destination, registrar_of
 from penstock.engine.trace import open_trace
@@ -37,6 +36,9 @@ from penstock.storage.locate import texts_of
 from penstock.storage.manifest import leaves_of
 from penstock.storage.weight_set import Names, Uris, WeightSet, fills_files, nothing_to_verify, open_weights
 from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
+
+if TYPE_CHECKING:
+    from penstock.engine.check import Checker
 
 MIN_CHUNK_BYTES = 64 << 10
 """Smallest chunk. Smaller reads cost more in system calls and Python code than in bytes. Source: docs/tuning.md."""
@@ -471,6 +473,8 @@ class LoadSession(Closeable):
             if requested:
                 raise nothing_to_verify(self.why)
             return None
+        from penstock.engine.check import CudaChecker, Expected, HostChecker
+
         # Regions in the plan are not widened to leaves. An empty region needs no digest.
         regions = sum(box is not None and box.num_elements > 0 for box in plan.boxes)
         leaves = self._leaves_of(plan.table) if leaves is None else leaves

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from penstock.config import Settings
 from penstock.digest.leaf import LEAF_BYTES
@@ -150,7 +150,7 @@ def verify(
     if len(wrong):
         raise _fault(stated, places, int(wrong[0]), len(wrong))
     num_leaves = len(stated.leaves)
-    return dataclasses.replace(report, why=f"{num_leaves} leaf digests compared", num_leaves=num_leaves)
+    return replace(report, why=f"{num_leaves} leaf digests compared", num_leaves=num_leaves)
 
 
 def _check_signed(
@@ -383,5 +383,5 @@ def _without_identities(raw: bytes) -> bytes | None:
     except (FormatError, IntegrityError):
         return None
     return weight_set.encode(
-        dataclasses.replace(manifest, files=tuple(dataclasses.replace(file, identity="") for file in manifest.files))
+        structs.replace(manifest, files=tuple(structs.replace(file, identity="") for file in manifest.files))
     )

@@ -6,6 +6,7 @@ numbers. The `check` method of each type checks the numbers.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, TypeVar, cast
 
@@ -18,17 +19,10 @@ from penstock.types import I64, Box, DType
 
 T = TypeVar("T")
 
-# One decoder for each class, created when the class is registered by `decodable`.
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
-
-def decodable(kind: type[T]) -> type[T]:
-    """Register a class for `decode`.
-
-    The decoder is created here, because msgspec 0.21 crashes if two threads are the first to decode a dataclass.
-    """
-    _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
-    return kind
+@functools.cache
+def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
 
 
 def encode(value: object) -> bytes:
@@ -37,12 +31,9 @@ def encode(value: object) -> bytes:
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """Decode a value of a class registered with `decodable`, without checking its numbers.
-
-    Malformed bytes raise FormatError.
-    """
+    """Decode a value of a struct, without checking its numbers. Raise FormatError for malformed bytes."""
     try:
-        return cast(T, _decoders[kind].decode(raw))
+        return cast(T, _decoder(cast("type", kind)).decode(raw))
     except MALFORMED as error:
         raise FormatError(f"cannot decode the bytes as {kind.__name__}: {error}") from error
 
@@ -199,7 +190,6 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         return f"strides {self.strides} reach too far" if reach >= MAX_ELEMENTS else None
 
 
-@decodable
 class Layout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Boxes that one rank holds or wants. Row i is the box `forms[form[i]]` of tensor `names[i]` at `offset[i]`.
 

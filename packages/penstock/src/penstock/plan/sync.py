@@ -26,7 +26,7 @@ from penstock.plan.intersect import (
     show,
     strips,
 )
-from penstock.plan.layout import Layout, decodable, encode
+from penstock.plan.layout import Layout, encode
 from penstock.segments import Rectangles, spread
 from penstock.types import GIB, I64, MIB, Box
 
@@ -69,7 +69,6 @@ def step_bytes(watermark_bytes: int) -> int:
     return max(min(STEP_BYTES, watermark_bytes // 16), 1)
 
 
-@decodable
 class ReceiverPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Reads of one receiver. Segments are sorted by bucket, and within a bucket by source.
 
@@ -181,7 +180,6 @@ class ReceiverPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return src, self.dst[at] + index * self.dst_pitch[at], self.run_bytes[at]
 
 
-@decodable
 class SyncPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Parts of all receivers, as columns without repetition. A receiver with 130,000 segments has only 5,000 rows here.
 

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -147,7 +147,7 @@ def _fill(
         download(
             {uri: paths[name] for uri, name in names.items()},
             # The hub's cache suffices, so bypass the chunk cache.
-            settings=replace(settings, cache_dir=None),
+            settings=msgspec.structs.replace(settings, cache_dir=None),
             storage_options=options,
             on_file=lambda uri: publish(names[uri]),
             on_bytes=count,

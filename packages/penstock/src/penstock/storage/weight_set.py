@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import chain
 
 import msgspec
@@ -146,7 +145,7 @@ def open_weights(
                 rows = [row for row in rows if table.names[row] in wanted]
             # Keep the revision of the whole set.
             leaves = leaves_of(manifest, np.asarray(rows, np.int64))
-            manifest = replace(manifest, tensors=manifest.tensors.take(rows), leaves=leaves)
+            manifest = msgspec.structs.replace(manifest, tensors=manifest.tensors.take(rows), leaves=leaves)
     except BaseException:
         for shard in opened:
             shard.source.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from penstock.report import TransferStats, bytes_text
 from penstock.types import GB
@@ -13,8 +14,7 @@ PublishMode = Literal["live", "snapshot"]
 UpdateMode = Literal["staged", "direct"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishReport(TransferStats):
+class PublishReport(TransferStats, frozen=True, kw_only=True):
     """The result of publishing a version, as one publisher saw it. Only members in `committed` have the version.
 
     Members read a snapshot after `publish` returns, so the report of a snapshot names no members. `nbytes` is the size
@@ -35,7 +35,7 @@ class PublishReport(TransferStats):
     """Subscribers that have the complete, verified version."""
     late: tuple[str, ...] = ()
     """Subscribers without progress until the stall deadline. They can update later, or from a peer."""
-    failed: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Subscribers that failed, with the reason."""
     outcome: Literal["", "pending", "committed"] = ""
     """`pending` until `Publisher.wait_decision` returns, in a two-phase commit. A withdrawn version raises
@@ -59,8 +59,7 @@ class PublishReport(TransferStats):
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport(TransferStats):
+class UpdateReport(TransferStats, frozen=True, kw_only=True):
     """The result of one committed update of one subscriber.
 
     The phases are `plan` until the reads began, including the recording of the loader in the first update, `wire` for
@@ -74,7 +73,7 @@ class UpdateReport(TransferStats):
     """Seconds from `before_pause` to `after_resume`."""
     path: str = ""
     """Transports and members by share of bytes, such as `75% shm <- MEMBER, 25% http <- MEMBER`."""
-    sources: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of bytes read from each member."""
     why: tuple[str, ...] = ()
     """Reasons for the transports in use, and for tensors that passed through the loader."""
@@ -84,9 +83,9 @@ class UpdateReport(TransferStats):
     """How much of the version was read, and why it was not less."""
     attempts: int = 1
     """Number of attempts, above 1 if a source failed or a newer version arrived during the update."""
-    lost: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Members that failed during the update, with the reason."""
-    nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
+    nbytes_by_path: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of bytes for each path, such as `shm <- MEMBER`."""
     packed_bytes: int = 0
     """Bytes in short runs that sources on other hosts packed into long runs."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -389,7 +388,7 @@ class Publisher(Closeable):
             raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")
         report, pending = self._pending
         outcome = pending.result()
-        return replace(
+        return msgspec.structs.replace(
             report, outcome="committed", committed=outcome.committed, late=outcome.late, failed=outcome.failed
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -187,7 +186,7 @@ class ReleasedVersion(msgspec.Struct, frozen=True, kw_only=True):
         # A version without an epoch is not served, because its bytes may differ from the trainer's.
         epoch = self.epoch if is_same else ""
         staged = update_loop.unread(stored.version, epoch, begun, origin="restore")
-        report = dataclasses.replace(
+        report = msgspec.structs.replace(
             staged.report,
             nbytes=nbytes,
             verified_bytes=nbytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -38,7 +37,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True):
         """Return the report of the update that ends now."""
         phases = {**self.report.phases, "install": self.report.phases.get("install", 0.0) + install_s}
         wall_s = time.perf_counter() - self.begun
-        return dataclasses.replace(self.report, wall_s=wall_s, phases=phases, pause_s=pause_s)
+        return msgspec.structs.replace(self.report, wall_s=wall_s, phases=phases, pause_s=pause_s)
 
 
 class UpdateOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,9 +10,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import replace
 from functools import partial
 from typing import Self
+
+from msgspec.structs import replace
 
 from penstock.arguments import require_seconds, require_version
 from penstock.errors import (

@@ -7,7 +7,6 @@ verified steps whose digests still match are not read again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -528,7 +527,7 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
             # A publish of live weights waits only until the bytes are read.
             self.report("committed")
         nbytes_by_path = moved.nbytes_by_path()
-        report = dataclasses.replace(
+        report = msgspec.structs.replace(
             staged.report,
             nbytes=moved.moved_bytes,
             verified_bytes=moved.moved_bytes,
