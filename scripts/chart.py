@@ -83,14 +83,14 @@ def from_pretrained_row() -> Row:
 
 def load_row() -> Row:
     """Return a load from memory to a GPU in new processes, next to the fastest other loader, from the newest run."""
-    runs = [line for line in records("h200x1_202611/doors.jsonl") if line["door"] == "load"]
+    runs = [line for line in records("h200x1_202612/doors.jsonl") if line["door"] == "load"]
     ways = [line["ways"] for line in runs if "instanttensor" in line["ways"]][-1]
     return Row(
         work="Load: 14 GB into one GPU, imports included",
         where="1 x H200, new processes, from tmpfs",
         penstock=timing("Penstock", ways["penstock"]["total"]),
         other=timing("InstantTensor", ways["instanttensor"]["total"]),
-        page="h200x1_202611/doors.md",
+        page="h200x1_202612/doors.md",
     )
 
 
