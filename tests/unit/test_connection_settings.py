@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.pretty import pretty_repr
 
 import penstock as ps
 from penstock.errors import ConfigError
@@ -79,6 +80,14 @@ def test_settings_repr_hides_token() -> None:
         with pytest.raises(ConfigError) as caught:
             ps.ConnectionSettings(token=token)
         assert TOKEN not in str(caught.value)
+
+
+def test_rich_repr_of_settings_hides_secrets() -> None:
+    # rich reads another method than `repr` does, and prints the variables of a traceback with it.
+    shown = pretty_repr(
+        [ps.ConnectionSettings(rack="r1", token=TOKEN), ps.ReadSettings(storage_options={"key": TOKEN})]
+    )
+    assert TOKEN not in shown and "storage_options" not in shown and "r1" in shown
 
 
 def test_connection_settings_are_immutable_and_hashable() -> None:

@@ -184,15 +184,17 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
         raise ConfigError(message, hint="see its allowed values in docs/operate/tuning.md") from error
 
 
-class _Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings whose repr omits secrets."""
+class _WithoutSecrets(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings whose repr omits secrets, also the repr that rich prints, for example in a traceback with variables."""
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name not in _SECRET]
 
     def __repr__(self) -> str:
-        shown = [f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in _SECRET]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
 
-class ConnectionSettings(_Shown, frozen=True, kw_only=True):
+class ConnectionSettings(_WithoutSecrets, frozen=True, kw_only=True):
     """How a process reaches the hub, and how other members reach the process.
 
     Every function that uses a hub accepts this object as `connection=`. An invalid field raises ConfigError.
@@ -267,7 +269,7 @@ class ConnectionSettings(_Shown, frozen=True, kw_only=True):
         raise wrong("connection", connection, "a penstock.ConnectionSettings, the hub's address as a str, or None")
 
 
-class ReadSettings(_Shown, frozen=True, kw_only=True):
+class ReadSettings(_WithoutSecrets, frozen=True, kw_only=True):
     """The settings of a read. Most calls use the default settings.
 
     Functions that load weights accept this object as `settings=`. An invalid field raises ConfigError.
