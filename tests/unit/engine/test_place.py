@@ -11,30 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.place import FIRST_BYTES, CudaPlace, Segment, blocks_of, num_first_slabs
+from penstock.engine.place import CudaPlace, Segment, blocks_of
 from penstock.errors import DeviceOutOfMemory
 from penstock.memory.staging import StagingPool
 from penstock.types import MIB
-
-HALF = FIRST_BYTES // 2
-
-
-@pytest.mark.parametrize(
-    ("slab_nbytes", "num_first"),
-    [
-        ([], 0),
-        ([1], 1),
-        ([10, 20, 30], 3),
-        ([HALF, HALF - 1], 2),
-        ([HALF, HALF, 1], 2),
-        ([4 * FIRST_BYTES], 1),
-        ([4 * FIRST_BYTES, 1], 1),
-        ([HALF, FIRST_BYTES, FIRST_BYTES], 2),
-        ([1, 0, 0], 3),
-    ],
-)
-def test_first_slabs_cover_minimum_bytes(slab_nbytes: list[int], num_first: int) -> None:
-    assert num_first_slabs(slab_nbytes) == num_first
 
 
 class Device:
@@ -96,10 +76,18 @@ def test_failed_slab_allocation_queues_no_copy(device: Device) -> None:
 
 
 def test_slabs_are_allocated_separately_if_memory_is_fragmented(device: Device) -> None:
-    place = CudaPlace(torch.device("cpu"), [1000, 2000])
-    device.refuses = lambda nbytes: nbytes > 2000
+    place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB])
+    device.refuses = lambda nbytes: nbytes > 3 * MIB
     place.allocate()
-    assert [place.slab(index).numel() for index in range(2)] == [1000, 2000]
+    assert device.allocated == [2 * MIB, 3 * MIB]
+    assert [place.slab(index).numel() for index in range(2)] == [2 * MIB, 3 * MIB]
+
+
+def test_all_slabs_are_allocated_in_blocks(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.place.BLOCK_BYTES", 5 * MIB)
+    place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB, 5, 6 * MIB])
+    place.allocate()
+    assert device.allocated == [5 * MIB, 2 * MIB, 3 * MIB, 5, 6 * MIB]
 
 
 def test_failed_separate_allocation_raises_typed_error(device: Device) -> None:
@@ -125,8 +113,7 @@ def test_threads_wait_for_allocating_thread(device: Device) -> None:
     assert slabs[0] is place.slab(1)
 
 
-def test_first_slabs_are_usable_during_allocation(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.place.FIRST_BYTES", 1000)
+def test_first_slabs_are_usable_during_allocation(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     has_first = threading.Event()
     waits: list[bool] = []
@@ -179,19 +166,19 @@ def test_waiting_for_slabs_allocates_nothing(device: Device, fails: bool) -> Non
     thread.join(5)
     assert found == [not fails]
     assert device.threads <= {threading.get_ident()}
-    assert not fails or place._slabs == [None, None]
+    assert not fails or place._slabs[1] is None
 
 
 def test_block_has_exactly_the_bytes_of_its_slabs() -> None:
     slabs = [34 * MIB] * 5 + [5, 600 * MIB + 1, 34 * MIB, MIB, 40 * MIB]
-    blocks, nbytes = blocks_of(slabs, 128 * MIB)
-    assert blocks == [0, 0, 0, 1, 1, -1, 2, 3, -1, 3]
-    assert nbytes == {0: 3 * 34 * MIB, 1: 2 * 34 * MIB, 2: 600 * MIB + 512, 3: 74 * MIB}
+    assert blocks_of(slabs, 128 * MIB) == [[0, 1, 2], [3, 4], [6], [7, 9]]
+    assert blocks_of([2 * MIB - 511] * 2, 4 * MIB) == [[0, 1]]
+    assert blocks_of([2 * MIB + 1] * 2, 4 * MIB + 2) == [[0], [1]]
 
 
 def test_no_slabs_need_no_block() -> None:
-    assert blocks_of([], 128 * MIB) == ([], {0: 0})
-    assert blocks_of([3], 128 * MIB)[0] == [-1]
+    assert blocks_of([], 128 * MIB) == []
+    assert blocks_of([3], 128 * MIB) == []
 
 
 def test_block_omits_slabs_of_the_caller(device: Device) -> None:
@@ -200,7 +187,7 @@ def test_block_omits_slabs_of_the_caller(device: Device) -> None:
     device.allocated.clear()
     assert place.slab(0) is given and not device.allocated
     assert [place.slab(index).numel() for index in (2, 1)] == [4 * MIB, 2 * MIB]
-    assert [nbytes for nbytes in device.allocated if nbytes] == [6 * MIB, 4 * MIB, 2 * MIB]
+    assert [nbytes for nbytes in device.allocated if nbytes] == [6 * MIB, 2 * MIB, 4 * MIB]
 
 
 def test_block_of_read_ahead_has_half_of_the_window(device: Device) -> None:
@@ -208,3 +195,32 @@ def test_block_of_read_ahead_has_half_of_the_window(device: Device) -> None:
     for index in range(4):
         place.slab(index)
     assert [nbytes for nbytes in device.allocated if nbytes > 2 * MIB] == [4 * MIB, 4 * MIB]
+
+
+def test_slab_is_allocated_even_if_its_block_does_not_fit(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB])
+    device.refuses = lambda nbytes: nbytes > 2 * MIB
+    assert place.slab(0).numel() == 2 * MIB
+    with pytest.raises(DeviceOutOfMemory, match=f"{3 * MIB} bytes are needed"):
+        place.slab(1)
+    device.refuses = lambda nbytes: nbytes > 3 * MIB
+    assert place.slab(1).numel() == 3 * MIB
+
+
+def test_slab_that_was_taken_is_not_allocated_with_its_block(device: Device) -> None:
+    place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB])
+    taken = place.take(0)
+    device.allocated.clear()
+    assert place.slab(1).numel() == 3 * MIB and not device.allocated
+    assert taken.numel() == 2 * MIB and place._slabs[0] is None
+
+
+def test_slabs_of_a_block_are_usable_only_after_the_wait_for_the_caller(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB])
+    seen: list[list[object]] = []
+    monkeypatch.setattr(place._stream, "wait_stream", lambda other: seen.append(list(place._slabs)))
+    place.slab(0)
+    assert seen == [[None, None]]
+    assert None not in place._slabs

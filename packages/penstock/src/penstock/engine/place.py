@@ -7,10 +7,8 @@ stream, because kernels that the caller queued may still use a recycled block.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -110,16 +108,6 @@ class HostPlace:
         return None
 
 
-FIRST_BYTES = 512 << 20
-"""Total size of the slabs that are allocated first. Copying them over PCIe 5 takes about 10 ms, while the driver
-allocates the remaining slabs."""
-
-
-def num_first_slabs(slab_nbytes: Sequence[int]) -> int:
-    """Return how many slabs to allocate first: the smallest number with `FIRST_BYTES` in total, or all slabs."""
-    return min(bisect_left(list(accumulate(slab_nbytes)), FIRST_BYTES) + 1, len(slab_nbytes))
-
-
 _PORTABLE = 1
 """cudaHostRegisterPortable, which pins memory for every context. Source: CUDA Runtime API, cudaHostRegister."""
 
@@ -158,27 +146,27 @@ class CudaPending:
 
 
 BLOCK_BYTES = 512 * MIB
-"""Largest block of device memory that is allocated at once for slabs that a run fills one after another."""
+"""Largest block of device memory that is allocated at once. Copying it over PCIe 5 takes about 10 ms, while the driver
+allocates the next block in 0.4 ms."""
 
 
-def blocks_of(slab_nbytes: Sequence[int], limit: int) -> tuple[list[int], dict[int, int]]:
-    """Return the block of each slab, and the size of each block: consecutive slabs of up to `limit` bytes, or one slab.
+def blocks_of(slab_nbytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the slabs of each block: consecutive slabs of up to `limit` bytes together, or one slab.
 
     A block has exactly the size of its slabs in torch's cache, so that nothing of it is left over. Slabs of up to 1 MiB
-    have block -1, which needs no memory, because torch allocates them elsewhere.
+    are in no block, because torch allocates them elsewhere.
     """
-    blocks: list[int] = []
-    nbytes = {0: 0}
-    for size in slab_nbytes:
-        number, rounded = len(nbytes) - 1, _rounded(size)
-        if size <= MIB:
-            blocks.append(-1)
+    blocks: list[list[int]] = []
+    open_bytes = limit
+    for index, nbytes in enumerate(map(_rounded, slab_nbytes)):
+        if nbytes <= MIB:
             continue
-        if nbytes[number] and nbytes[number] + rounded > limit:
-            number += 1
-        nbytes[number] = nbytes.get(number, 0) + rounded
-        blocks.append(number)
-    return blocks, nbytes
+        if open_bytes + nbytes > limit:
+            blocks.append([])
+            open_bytes = 0
+        blocks[-1].append(index)
+        open_bytes += nbytes
+    return blocks
 
 
 def _rounded(nbytes: int) -> int:
@@ -215,7 +203,8 @@ class CudaPlace:
         limit = min(BLOCK_BYTES, window_bytes // 2) if window_bytes else BLOCK_BYTES
         # The caller's slabs have memory already.
         missing = [n if slab is None else 0 for n, slab in zip(slab_nbytes, self._slabs, strict=True)]
-        self._blocks, self._block_nbytes = blocks_of(missing, limit)
+        # The slabs to allocate together with each slab.
+        self._blocks = {index: block for block in blocks_of(missing, limit) for index in block}
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -234,28 +223,28 @@ class CudaPlace:
                 self._state.notify_all()
 
     def allocate(self) -> None:
-        """Allocate all missing slabs, beginning with those for the first copies. Raise DeviceOutOfMemory."""
-        first = num_first_slabs(self._nbytes)
+        """Allocate all missing slabs. Raise DeviceOutOfMemory."""
         with self.allocating():
             try:
-                self._allocate(0, first)
-                self._allocate(first, len(self._nbytes))
+                for index in range(len(self._nbytes)):
+                    self._allocate(self._forget_block(index))
             except torch.cuda.OutOfMemoryError as error:
                 # Set the flag before the block ends, because the end of the block wakes the other threads.
                 self.is_out_of_memory = True
                 raise self.memory_error(sum(self._nbytes)) from error
 
-    def _allocate(self, start: int, stop: int) -> None:
+    def _allocate(self, indices: Sequence[int]) -> None:
+        """Allocate those of some slabs that are missing. Copies into the others may be running."""
+        missing = [index for index in indices if self._slabs[index] is None]
+        if not missing:
+            return
         # Allocate without the lock, because other threads need it to find their slab.
         with torch.cuda.stream(self._caller):
-            # Copies into slabs that `slab` allocated may be running.
-            open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
-            nbytes = [self._nbytes[index] for index in open_slabs]
-            self._cache(sum(map(_rounded, nbytes)))
-            slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
+            self._cache([self._nbytes[index] for index in missing])
+            slabs = [torch.empty(self._nbytes[index], dtype=torch.uint8, device=self.device) for index in missing]
             self._stream.wait_stream(self._caller)
         with self._state:
-            for index, slab in zip(open_slabs, slabs, strict=True):
+            for index, slab in zip(missing, slabs, strict=True):
                 self._slabs[index] = slab
             self._state.notify_all()
 
@@ -272,27 +261,29 @@ class CudaPlace:
             with self._state:
                 # This wait ends with the `allocating` block, even if the allocation fails.
                 self._state.wait_for(lambda: self._slabs[index] is not None or not self._is_allocating)
+                try:
+                    # A block takes fewer calls of torch, which release the GIL. If it does not fit, the slab may fit.
+                    with suppress(torch.cuda.OutOfMemoryError):
+                        self._allocate(self._forget_block(index))
+                    self._allocate([index])
+                except torch.cuda.OutOfMemoryError as error:
+                    raise self.memory_error(self._nbytes[index]) from error
                 slab = self._slabs[index]
-                if slab is None:
-                    slab = self._slabs[index] = self._allocate_one(index)
+                assert slab is not None
         return slab
 
-    def _allocate_one(self, index: int) -> torch.Tensor:
-        nbytes = self._nbytes[index]
-        try:
-            with torch.cuda.stream(self._caller):
-                self._cache(self._block_nbytes.pop(self._blocks[index], 0))
-                buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise self.memory_error(nbytes) from error
-        self._stream.wait_stream(self._caller)
-        return buffer
+    def _forget_block(self, index: int) -> list[int]:
+        """Return the slabs to allocate together with a slab. The next call returns none, because slabs may be taken."""
+        block = self._blocks.get(index, [index])
+        for each in block:
+            self._blocks[each] = []
+        return block
 
-    def _cache(self, nbytes: int) -> None:
-        """Let torch cache one block, which it splits, because cudaMalloc takes 0.06 ms for each slab."""
-        # If the block does not fit, the individual slabs may still fit.
+    def _cache(self, nbytes: Sequence[int]) -> None:
+        """Let torch cache a block that it splits, if the block fits, because cudaMalloc takes 0.06 ms for each slab."""
         with suppress(torch.cuda.OutOfMemoryError):
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if len(nbytes) > 1:
+                torch.empty(sum(map(_rounded, nbytes)), dtype=torch.uint8, device=self.device)
 
     def take(self, index: int) -> torch.Tensor:
         """Return the slab and drop the reference to it."""
