@@ -25,6 +25,7 @@ class Device:
         refuses: returns whether an allocation of this size fails.
         threads: the threads that allocated.
         allocated: sizes of the allocations.
+        wait_stream: called when a stream has to wait for a different stream.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,8 @@ class Device:
         self.threads: set[int] = set()
         self.allocated: list[int] = []
         self._empty = torch.empty
-        stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
+        self.wait_stream: Callable[[], None] = lambda: None
+        stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: self.wait_stream())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         monkeypatch.setattr("penstock.engine.place.make_stream", lambda device, owner: stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -166,7 +168,7 @@ def test_waiting_for_slabs_allocates_nothing(device: Device, fails: bool) -> Non
     thread.join(5)
     assert found == [not fails]
     assert device.threads <= {threading.get_ident()}
-    assert not fails or place._slabs[1] is None
+    assert device.allocated == ([1000] if fails else [1000, 2000])
 
 
 def test_block_has_exactly_the_bytes_of_its_slabs() -> None:
@@ -209,18 +211,24 @@ def test_slab_is_allocated_even_if_its_block_does_not_fit(device: Device) -> Non
 
 def test_slab_that_was_taken_is_not_allocated_with_its_block(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB])
-    taken = place.take(0)
+    place.take(0)
     device.allocated.clear()
-    assert place.slab(1).numel() == 3 * MIB and not device.allocated
-    assert taken.numel() == 2 * MIB and place._slabs[0] is None
+    assert place.slab(1).numel() == 3 * MIB
+    assert not device.allocated
 
 
-def test_slabs_of_a_block_are_usable_only_after_the_wait_for_the_caller(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slab_of_a_block_is_usable_only_after_the_wait_for_the_caller(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [2 * MIB, 3 * MIB])
-    seen: list[list[object]] = []
-    monkeypatch.setattr(place._stream, "wait_stream", lambda other: seen.append(list(place._slabs)))
+    found: list[bool] = []
+    has_waited = threading.Event()
+    thread = threading.Thread(target=lambda: (place.slab(1), found.append(has_waited.is_set())))
+
+    def wait() -> None:
+        thread.start()
+        thread.join(0.05)
+        has_waited.set()
+
+    device.wait_stream = wait
     place.slab(0)
-    assert seen == [[None, None]]
-    assert None not in place._slabs
+    thread.join(5)
+    assert found == [True]
