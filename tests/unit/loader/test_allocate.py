@@ -52,7 +52,7 @@ class Load:
             progress=lambda: nullcontext(SimpleNamespace(follow=self._follow)),
         )
 
-    def _begin(self) -> Any:
+    def _begin(self, window_bytes: int) -> Any:
         self.begun()
         return SimpleNamespace(
             ticket=None, is_under_way=self._is_under_way, prepare_checker=lambda: self.steps.append("prepare")

@@ -41,10 +41,6 @@ MANY_TENSORS = 10_000
 """With more tensors than this, create the views before reading and not during reading. Creating 60,000 views takes as
 long as reading the bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
 
-DEVICE_WINDOWS = 4
-"""Limit of the read-ahead on a GPU, in multiples of `memory_bytes`. A consumer that copies each tensor makes reads wait
-with a window of 256 MiB, but rarely with 1 GiB. Source: benchmarks/results/h200x1_202612/doors.md."""
-
 READY_BYTES = 1 << 30
 """Step size for a mapped file in the page cache, where a step costs only Python time."""
 
@@ -240,8 +236,7 @@ def stream(
 ) -> TensorStream:
     """Yield each tensor as soon as its bytes have arrived. Reads run at most `settings.memory_bytes` ahead.
 
-    On a GPU, reads run up to four times as far ahead, if this takes at most an eighth of its free memory. The arguments
-    are those of `load`.
+    The arguments are those of `load`.
 
     Raises:
         PenstockError: this call raises errors from opening and planning, and the iteration raises later errors.
@@ -317,11 +312,11 @@ def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str,
     session.phases.enter("allocate")
     is_on_host = isinstance(place, HostPlace)
     if is_on_host:
-        run = begin()
+        run = begin(0)
     else:
         # Allocate while the first reads wait in staging, because the driver takes about 0.7 ms per GB.
         with place.allocating():
-            run = begin()
+            run = begin(0)
             run.prepare_checker()
             place.allocate()
     session.enter_move()
@@ -347,7 +342,7 @@ def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tup
     # The lists of a plan would start several collections. In a process with an engine, a full one takes half a second.
     with paused_gc():
         plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=False)
-        run = begin()
+        run = begin(session.settings.memory_bytes)
     session.enter_move()
     with session.progress() as progress:
         for names, batch in session.batches(plan, run.slabs(), place.take):
@@ -383,7 +378,7 @@ def _yielding_regions(
     cut_bytes = regions.cut_bytes()
     index = dict(zip(cut_bytes, range(len(cut_bytes)), strict=True))
     cut: Any = place_on(device, list(cut_bytes.values()))
-    run = session.begin(plan, place, checker=checker, window_bytes=_window_bytes(session))
+    run = session.begin(plan, place, checker=checker, window_bytes=session.settings.memory_bytes)
     session.enter_move()
     row, names, several = 0, wanted.table.names, wanted.of_several()
     open_parts: list[torch.Tensor] = []
@@ -435,24 +430,16 @@ def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int,
         yield names, tensors
 
 
-def _window_bytes(session: LoadSession) -> int:
-    """Return how far reads may run ahead of a consumer: by `memory_bytes`, or on a GPU with free memory further."""
-    device, memory_bytes = session.options.device, session.settings.memory_bytes
-    if device.type == "cpu":
-        return memory_bytes
-    return max(memory_bytes, min(DEVICE_WINDOWS * memory_bytes, torch.cuda.mem_get_info(device)[0] // 8))
-
-
 def _prepare(
     session: LoadSession, table: TensorTable, boxes: Sequence[Box | None], *, all_at_once: bool
-) -> tuple[LoadPlan, Any, Callable[[], LoadRun]]:
+) -> tuple[LoadPlan, Any, Callable[[int], LoadRun]]:
     """Return the plan, the place, and a function that starts the run.
 
-    If `all_at_once` is set, the caller receives nothing until all bytes have arrived, and reads have no window.
+    The function takes the limit of the read-ahead in bytes, or 0 for no limit. If `all_at_once` is set, the caller
+    receives nothing until all bytes have arrived.
     """
     place: Any
     sources: Sequence[Source] | None = None
-    window_bytes = 0 if all_at_once else _window_bytes(session)
     if session.maps_files(boxes):
         # Fault in pages in steps if they are touched before the end, by a consumer or for digests. A truncated file
         # then raises an error instead of SIGBUS.
@@ -465,10 +452,11 @@ def _prepare(
         # be aligned and may cross gaps.
         is_whole_on_host = session.options.device.type == "cpu" and boxes.count(None) == len(boxes)
         plan = session.make_plan(table, boxes, pack=True, exact=is_whole_on_host)
+        window_bytes = 0 if all_at_once else session.settings.memory_bytes
         place = place_on(session.options.device, plan.slab_nbytes.tolist(), window_bytes=window_bytes)
     checker = session.checker(plan, place)
 
-    def begin() -> LoadRun:
+    def begin(window_bytes: int) -> LoadRun:
         return session.begin(plan, place, sources=sources, checker=checker, window_bytes=window_bytes)
 
     return plan, place, begin
