@@ -361,7 +361,8 @@ def page(lines: Sequence[str], limits: Sequence[float], nbytes: int, asked: argp
 def main() -> int:
     """Run the rows; print the page; return 1 if a process failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    # Some libraries refuse a GPU without a number.
+    parser.add_argument("--device", default="cpu", type=lambda name: "cuda:0" if name == "cuda" else name)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
     parser.add_argument("--small", type=int, default=0, help="instead of a model, so many tensors of 4 KiB in one file")
     parser.add_argument("--runs", type=int, default=5)
