@@ -37,8 +37,8 @@ MAX_BODY_BYTES = 8 * MIB
 """Enough for a heartbeat with 1,024 holdings of a few hundred ranges each, which takes tens of milliseconds to
 decode."""
 NUM_WAITING = 40
-"""Maximum number of threads of `asyncio.to_thread`, which wait for the store. Starlette's function for this would import
-20 modules at its first call, for which the first `join` of a host waits."""
+"""Maximum number of threads of `asyncio.to_thread`, which wait for the store. Starlette's function for this imports 20
+modules at its first call, for which the first `join` of a host would wait."""
 BODY_S = 20.0
 """Seconds within which a body must arrive."""
 _ANNOUNCED = msgspec.json.Decoder(messages.AnnouncedVersion)
