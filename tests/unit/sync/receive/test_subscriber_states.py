@@ -458,10 +458,20 @@ def test_version_withdrawn_by_fleet_is_skipped(sync: MemorySync, holder: MemoryH
 @MODES
 def test_update_without_publisher_times_out(sync: MemorySync, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFound, match="has not joined yet"):
             subscriber.update(timeout_s=0.02)
         assert (state(subscriber), sync.value) == (S.IDLE, -1.0)
         assert subscriber.prepare(timeout_s=0.02) is False
+
+
+@MODES
+def test_update_after_publisher_vanished_says_so(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        sync.holders.clear()
+        with pytest.raises(NotFound, match="is not reachable any more"):
+            subscriber.update(timeout_s=0.02)
+        assert_live(sync, subscriber, 1)
 
 
 def test_update_to_withdrawn_version_times_out(sync: MemorySync, holder: MemoryHolder) -> None:

@@ -358,8 +358,10 @@ class UpdateLoop(msgspec.Struct, eq=False, dict=True):
         if not candidates:
             if lost.errors:
                 raise lost.last
+            # The hub also drops a publisher that it has not heard from, for example a stopped process.
+            state = "is not reachable any more" if self.checkpoint else "has not joined yet"
             hint = "start the publisher under this name and hub, and run `penstock status` to list the members"
-            raise NotFound(f"no publisher of {self.membership.name!r} is known yet", hint=hint)
+            raise NotFound(f"the publisher of {self.membership.name!r} {state}", hint=hint)
         return candidates[0]
 
     def _prepare_buffers(self, planner: SyncMember) -> ReceiveBuffers:
