@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_engine_weights --gb 11 --runs 3 --ways instanttensor penstock "penstock verified"
     python -m benchmarks.bench_engine_weights --gb 11 --ways penstock --samples
+    python -m benchmarks.bench_engine_weights --gb 11 --ways penstock "penstock PENSTOCK_MEMORY_BYTES=1G"
 
 Each run is a new process with vLLM's real worker in it, which ends when the weights are loaded, so a run takes 13 s and
-not the 40 s of a whole start. Files are in tmpfs, and the ways take turns.
+not the 40 s of a whole start. Files are in tmpfs, and the ways take turns. A way may end with environment variables.
 
 `weights` are the seconds of all tensors, as in vLLM's line "Loading weights took". `first` is the wait for the first
 tensor, `waits` are those for the others, and `loop` is the rest: vLLM's loop, which copies each tensor into its
@@ -127,9 +128,13 @@ def main() -> int:
         subprocess.run(command, env=environ, cwd=ROOT, check=True, capture_output=True)
         for number in range(asked.runs):
             for way in asked.ways if number % 2 == 0 else reversed(asked.ways):
-                command = [sys.executable, "-m", "benchmarks.bench_engine_weights", "--job", model, way]
+                variables = dict(word.split("=", 1) for word in way.split() if "=" in word)
+                name = " ".join(word for word in way.split() if "=" not in word)
+                command = [sys.executable, "-m", "benchmarks.bench_engine_weights", "--job", model, name]
                 command += ["--samples"] if asked.samples else []
-                done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=600)
+                done = subprocess.run(
+                    command, env=environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=600
+                )
                 said = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
                 if not said:
                     raise SystemExit(f"{way} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
