@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,9 +36,6 @@ from penstock_hub.store import MemoryStore
 MAX_BODY_BYTES = 8 * MIB
 """Enough for a heartbeat with 1,024 holdings of a few hundred ranges each, which takes tens of milliseconds to
 decode."""
-NUM_WAITING = 40
-"""Maximum number of threads of `asyncio.to_thread`, which wait for the store. Starlette's function for this imports 20
-modules at its first call, for which the first `join` of a host would wait."""
 BODY_S = 20.0
 """Seconds within which a body must arrive."""
 _ANNOUNCED = msgspec.json.Decoder(messages.AnnouncedVersion)
@@ -189,7 +186,7 @@ def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
             order = decoder.decode(await _body(request)) if request.method == "PUT" else None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RouteRefused(422, f"drain: {error}"[:1000]) from error
-        await asyncio.to_thread(hub.drain, member, order)
+        await run_in_threadpool(hub.drain, member, order)
         return Response(status_code=204)
 
     return endpoint
@@ -200,7 +197,6 @@ def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_WAITING, "penstock-hub-wait"))
         tasks = [asyncio.create_task(start()) for start in work]
         yield
         for task in tasks:
@@ -215,11 +211,11 @@ async def _renew_life(directory: Directory, auth: Auth) -> None:
     checked = auth.tokens
     while True:
         try:
-            await asyncio.to_thread(directory.begin)
+            await run_in_threadpool(directory.begin)
             # Expel the members of revoked tokens. The hub would otherwise send them readers until their entries
             # expire. Reading a changed file creates a new tuple, so compare by identity.
             if (tokens := auth.tokens) is not checked:
-                await asyncio.to_thread(directory.expel, {caller.name for _, caller in tokens})
+                await run_in_threadpool(directory.expel, {caller.name for _, caller in tokens})
                 checked = tokens
         except HubUnavailable as error:
             _log.warning("the store does not answer: %s", error.message)
@@ -235,13 +231,13 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
 
     async def readyz(_: Request) -> Response:
         # Read any entry. An unavailable store raises HubUnavailable, which becomes status 503.
-        await asyncio.to_thread(directory.store.read, "hub/life")
+        await run_in_threadpool(directory.store.read, "hub/life")
         return Response("ok\n", media_type="text/plain")
 
     async def page(request: Request) -> Response:
         # Metrics are not public, because their labels name models and a token may be limited to some models.
         caller = _check_caller(request, auth)
-        return Response(await asyncio.to_thread(metrics.page, caller), media_type="text/plain; version=0.0.4")
+        return Response(await run_in_threadpool(metrics.page, caller), media_type="text/plain; version=0.0.4")
 
     async def openapi(_: Request) -> Response:
         return Response(_document(auth), media_type="application/json")
@@ -289,7 +285,7 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
                     directory.check_certificate(speaker, caller.certificate)
                 return operation.perform(directory, parameter, message, caller)
 
-            reply = await asyncio.to_thread(perform) if blocking else perform()
+            reply = await run_in_threadpool(perform) if blocking else perform()
             if operation.reply_type is None:
                 return Response(status_code=204)
             return Response(encoder.encode(reply), media_type="application/json")

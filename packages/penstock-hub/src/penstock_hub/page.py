@@ -19,6 +19,7 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -295,7 +296,7 @@ async def keep_sampling(feed: FleetFeed) -> None:
     was_read = True
     while True:
         try:
-            await asyncio.to_thread(feed.refresh)
+            await run_in_threadpool(feed.refresh)
             was_read = True
         except PenstockError as error:
             if was_read:  # log an outage once
@@ -335,8 +336,8 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
                 while time.monotonic() < end_s and place in viewers:
                     try:
                         # Use a thread, because the status may be in Redis and 1,000 rows are compared.
-                        await asyncio.to_thread(feed.refresh)
-                        cursor, message = await asyncio.to_thread(feed.changes, cursor, caller)
+                        await run_in_threadpool(feed.refresh)
+                        cursor, message = await run_in_threadpool(feed.changes, cursor, caller)
                     except PenstockError as error:
                         # The response has begun, so its status cannot become 503. Send the error in the stream.
                         message = msgspec.json.encode({"error": error.message})
